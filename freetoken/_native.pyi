@@ -1,0 +1,268 @@
+"""Typed surface of the C++ extension (csrc/). Every call that can take longer than a few microseconds drops the GIL.
+
+Arrays are C-contiguous numpy arrays of the stated dtype; BF16 travels as ``uint16``. Wrong dtype, rank, shape or
+contiguity raises ``ValueError`` naming the argument. ``float32`` is written f32 below.
+"""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+Weights = NDArray[Any]  # float32, or uint16 holding BF16
+
+# ---------------------------------------------------------------------------------------------- shared memory
+
+@final
+class SharedSegment:
+    """A memfd mapped read-write and shared. Unmapped when the last user (Python or native) lets go of it."""
+
+    @staticmethod
+    def create(name: str, size_bytes: int) -> SharedSegment: ...
+    @staticmethod
+    def attach(fd: int, size_bytes: int, name: str = "") -> SharedSegment:
+        """Maps a duplicate of ``fd``; the caller keeps its own. ``OSError`` when the file is smaller."""
+
+    @property
+    def fd(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def size_bytes(self) -> int: ...
+    def populate(self) -> None:
+        """Allocate every page now (posix_fallocate + MADV_POPULATE_WRITE). ``MemoryError`` when memory is short."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+# ---------------------------------------------------------------------------------------------- machine
+
+def cpu_features() -> dict[str, bool]:
+    """avx2, f16c, fma, avx512f, avx512bw, avx512vl, avx512_bf16, avx512_vnni, amx_bf16, amx_int8."""
+
+def physical_cores() -> list[int]:
+    """One logical CPU id per physical core in this process's affinity mask, in order."""
+
+def crc32c(data: Any, crc: int = 0) -> int:
+    """CRC-32C (Castagnoli) of a contiguous buffer, continuing from ``crc``; hardware instruction where present."""
+
+@final
+class WorkerPool:
+    """Fixed threads that run native parallel sections; one section at a time. Idle workers spin ``spin_us``, then park."""
+
+    def __init__(self, num_threads: int, core_ids: Sequence[int] = (), spin_us: int = 0, isa: str = "auto") -> None:
+        """``core_ids`` empty: not pinned. ``isa`` caps the kernels: auto, scalar, avx2, avx512, avx512_bf16."""
+
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def isa(self) -> str:
+        """The instruction set in use."""
+
+    def close(self) -> None: ...
+
+# ---------------------------------------------------------------------------------------------- reading
+
+@final
+class DirectReader:
+    """Multi-threaded chunked reads of files into memory, with O_DIRECT where the file system allows it."""
+
+    def __init__(self, num_threads: int, chunk_bytes: int, direct: bool = True) -> None: ...
+    def submit(self, path: str, size_bytes: int, destination: SharedSegment, destination_offset: int = 0) -> None:
+        """Read the whole file (exactly ``size_bytes``; ``OSError`` with the path at ``wait`` when it is shorter)."""
+
+    def progress(self) -> int:
+        """Bytes read so far over all submissions."""
+
+    def wait(self) -> None:
+        """Block until every submission is complete; raises the first failure as ``OSError`` naming the file."""
+
+    @property
+    def used_direct(self) -> bool: ...
+    def cancel(self) -> None: ...
+
+def crc32c_ranges(
+    segment: SharedSegment, offsets: I64, sizes: I64, num_threads: int
+) -> NDArray[np.uint32]:
+    """CRC-32C of each range of the segment, computed in parallel."""
+
+# ---------------------------------------------------------------------------------------------- dense kernels
+# Row-wise and batch-invariant: the bits of a row do not depend on how many other rows there are or on num_threads.
+
+def linear(pool: WorkerPool, x: F32, weight: Weights, bias: F32 | None, out: F32) -> None:
+    """out[T,O] = x[T,I] @ weight[O,I].T (+ bias[O]); f32 accumulation in a fixed order per output element."""
+
+def rms_norm(pool: WorkerPool, x: F32, weight: F32, eps: float, out: F32) -> None:
+    """out[T,H] = x / sqrt(mean(x^2) + eps) * weight; in place allowed."""
+
+def add_rms_norm(pool: WorkerPool, residual: F32, delta: F32, weight: F32, eps: float, out: F32) -> None:
+    """residual[T,H] += delta, then out = rms_norm(residual)."""
+
+def rotary(pool: WorkerPool, x: F32, positions: I32, cos: F32, sin: F32) -> None:
+    """Rotate x[T, heads, D] in place, half-split pairs: cos/sin are [max_position, R/2] tables, R = rotated leading dims."""
+
+def silu_and_mul(pool: WorkerPool, gate: F32, up: F32, out: F32) -> None:
+    """out = gate * sigmoid(gate) * up, elementwise over [T, I]."""
+
+def router_topk(
+    pool: WorkerPool, logits: F32, top_k: int, renormalize: bool, scaling: float, ids: I32, weights: F32
+) -> None:
+    """softmax over logits[T,E], the top_k per row in descending order (ties: lower id first) -> ids, weights [T,K]."""
+
+def kv_store(
+    pool: WorkerPool, keys: F32, values: F32, slot_mapping: I64, kv: SharedSegment, layer_offset_bytes: int,
+    block_stride_bytes: int, block_size: int, kv_dtype: str,
+) -> None:
+    """Write keys/values [T, KVH, D] of one layer at token slots (block * block_size + offset) of block-major KV records.
+
+    Within a block record, a layer occupies [2 (k, v), block_size, KVH, D] of kv_dtype ("f32" or "bf16") from
+    ``layer_offset_bytes``. A slot of -1 is skipped.
+    """
+
+def paged_attention(
+    pool: WorkerPool, queries: F32, row_starts: I32, positions: I32, block_tables: I32, kv: SharedSegment,
+    layer_offset_bytes: int, block_stride_bytes: int, block_size: int, num_kv_heads: int, kv_dtype: str,
+    scale: float, sliding_window: int, out: F32,
+) -> None:
+    """Causal attention of a ragged batch over paged KV (which already holds the new tokens).
+
+    queries [T, QH, D]; row r owns query tokens row_starts[r]:row_starts[r+1] (row_starts has R+1 entries);
+    positions [T]: query t attends to keys 0..positions[t] (the last ``sliding_window`` of them when > 0);
+    block_tables [R, max_blocks] (padded with -1). out [T, QH*D]. GQA by integer ratio.
+    """
+
+# ---------------------------------------------------------------------------------------------- experts
+
+@final
+class NativeLayout:
+    """A record layout as the kernels see it (see freetoken/experts/record.py)."""
+
+    def __init__(
+        self, dtype: str, hidden: int, intermediate: int, tile_columns: int, num_tiles: int,
+        tile_stride_bytes: int, stride_bytes: int, gate_offset: int, up_offset: int, down_offset: int,
+    ) -> None: ...
+
+@final
+class ExpertStore:
+    """Where every record lies: maps (expert layer ordinal, expert) to an address in one of the segments."""
+
+    def __init__(
+        self, segments: Sequence[SharedSegment], layouts: Sequence[NativeLayout], layer_layout: Sequence[int],
+        record_segment: I32, record_offset: I64,
+    ) -> None:
+        """``record_segment`` and ``record_offset`` are [L, E]. ``ValueError`` when a record leaves its segment."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
+
+def expert_ffn(
+    pool: WorkerPool, store: ExpertStore, layer: int, hidden: F32, ids: I32, weights: F32, out: F32,
+    deterministic: bool = False,
+) -> None:
+    """out[T,H] = sum over k of weights[t,k] * FFN(ids[t,k])(hidden[t]), straight from the store. Ids of -1 are skipped."""
+
+@final
+class Mailbox:
+    """The per-layer hand-off between GpuExecutor, ExpertCache and CpuExecutor, in one shared segment."""
+
+    @staticmethod
+    def required_bytes(max_tokens: int, top_k: int, hidden: int, num_experts: int) -> int: ...
+    @staticmethod
+    def create(
+        segment: SharedSegment, epoch: int, max_tokens: int, top_k: int, hidden: int, num_layers: int, num_experts: int
+    ) -> Mailbox: ...
+    @staticmethod
+    def attach(segment: SharedSegment) -> Mailbox:
+        """``ValueError`` when the segment holds no mailbox of this version."""
+
+    @property
+    def epoch(self) -> int: ...
+    def abort(self) -> None:
+        """All present and future waits on this mailbox fall through; it is dead afterwards."""
+
+    @property
+    def aborted(self) -> bool: ...
+
+@final
+class SlotTable:
+    """Which record lies in which slot, and which one goes next. Not thread-safe; owned by one CacheServer."""
+
+    def __init__(
+        self, num_layers: int, num_experts: int, num_slots: int, policy: str = "crf", half_life_tokens: float = 32.0
+    ) -> None: ...
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def num_resident(self) -> int: ...
+    def lookup(self, layer: int, expert: int) -> int:
+        """The slot, or -1."""
+
+    def access(
+        self, layer: int, experts: Sequence[int], token_counts: Sequence[int], admit: Sequence[bool], num_tokens: int
+    ) -> list[tuple[int, int]]:
+        """One publish, as the server does it (for tests, replay): per distinct expert (slot or -1, admitted slot or -1)."""
+
+    def resident(self) -> list[tuple[int, int, int]]:
+        """(slot, layer, expert) of every resident record."""
+
+    def invalidate_all(self) -> None: ...
+    def check_integrity(self) -> None:
+        """``AssertionError`` when free + resident + in flight != capacity or the two directions disagree."""
+
+@final
+class CacheServer:
+    """ExpertCache's thread: answers publishes with plans and hands the CPU share on."""
+
+    def __init__(
+        self, mailbox: Mailbox, slots: SlotTable, fetch_fraction: float, in_place: bool, spin_us: int,
+        record_bytes: Sequence[int],
+    ) -> None:
+        """``in_place``: every expert is a hit read from the store (no slots). ``record_bytes`` [L] for the counters."""
+
+    def start(self) -> None: ...
+    def stop(self) -> None:
+        """Stop and join the thread; idempotent. The mailbox is aborted first when a publish is unanswered."""
+
+    def set_fetch_fraction(self, fraction: float) -> None: ...
+    def counters(self) -> dict[str, int]:
+        """hits, fetches, cpu, admitted, evicted, publishes, resident, in_flight (cumulative where countable)."""
+
+    def layer_counters(self) -> NDArray[np.int64]:
+        """[L, 3] cumulative hits, fetches, cpu."""
+
+@final
+class CpuServer:
+    """CpuExecutor's dispatcher: takes the CPU share of each layer and runs it on the pool."""
+
+    def __init__(self, mailbox: Mailbox, store: ExpertStore, pool: WorkerPool, spin_us: int) -> None: ...
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def counters(self) -> dict[str, int]:
+        """experts, routes, layers, bytes, busy_ns (cumulative)."""
+
+@final
+class DeviceClient:
+    """The CPU device's side of the mailbox: publishes a layer, runs hits and fetches itself, adds the CPU partial."""
+
+    def __init__(
+        self, mailbox: Mailbox, store: ExpertStore, slots: SharedSegment | None, slot_stride_bytes: int,
+        pool: WorkerPool, spin_us: int, wait_timeout_s: float, deterministic: bool,
+    ) -> None:
+        """``slots`` is the arena (None when records are read in place); slot s lies at ``s * slot_stride_bytes``."""
+
+    def begin_step(self, step_id: int) -> None: ...
+    def forward(
+        self, layer: int, hidden: F32, ids: I32, weights: F32, admit: NDArray[np.uint8], out: F32
+    ) -> None:
+        """out[T,H] = the routed experts' weighted sum. ``admit[t]`` = 0 keeps token t from filling slots.
+
+        Raises ``TimeoutError`` naming the late party, ``RuntimeError('aborted')`` when the mailbox was aborted.
+        """
+
+    def step_counters(self) -> dict[str, int]:
+        """hits, fetches, cpu, admitted, evicted, fetched_bytes, cpu_bytes, layer_steps since ``begin_step``."""

@@ -1,0 +1,147 @@
+"""The settings of an engine. Frozen after validation; an unknown key is an error."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+
+from freetoken.units import parse_bytes
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ServerConfig(_Section):
+    """The HTTP front."""
+
+    host: str = Field("127.0.0.1", description="Address to bind. Anything but loopback should come with API keys.")
+    port: int = Field(8321, ge=0, le=65535, description="TCP port; 0 lets the system choose.")
+    api_keys: tuple[str, ...] = Field((), description="Accepted bearer keys; empty means no authentication.")
+    max_body_bytes: Bytes = Field(32 * 1024**2, description="Largest accepted request body.")
+    keepalive_s: float = Field(5.0, gt=0, description="Longest silence on a stream before a keep-alive comment.")
+    max_tokens_default: int | None = Field(
+        None, ge=1, description="max_tokens of requests that name none; unset means up to the context length."
+    )
+
+
+class SchedulerConfig(_Section):
+    """Batching."""
+
+    max_num_running: int = Field(64, ge=1, le=4096, description="Requests computed at the same time.")
+    max_num_waiting: int = Field(256, ge=0, description="Requests queued before new ones get 429.")
+    max_num_batched_tokens: int = Field(512, ge=16, le=65536, description="Tokens of one step, prefill and decode.")
+    prefill_chunk_tokens: int = Field(
+        256, ge=16, description="Prefill tokens of one step while other requests are decoding."
+    )
+    step_timeout_s: float = Field(120.0, gt=0, description="A step that takes longer is abandoned.")
+
+
+class KVConfig(_Section):
+    """Key/value cache."""
+
+    block_size: int = Field(16, ge=1, le=256, description="Tokens in a block.")
+    num_tokens: int | None = Field(None, ge=1, description="Capacity in tokens; unset lets the boot plan choose.")
+    dtype: Literal["auto", "f32", "bf16"] = Field("auto", description="auto follows the model's dtype.")
+    prefix_cache: bool = Field(True, description="Reuse the KV of common prefixes.")
+
+
+class ExpertsConfig(_Section):
+    """Where experts run."""
+
+    split: str = Field(
+        "q=0.5", description="Misses fetched by the device: 'fetch' (all), 'cpu' (none) or 'q=FRACTION'."
+    )
+    policy: Literal["crf", "lru"] = Field("crf", description="Admission and eviction of expert slots.")
+    half_life_tokens: float = Field(32.0, gt=0, description="Half-life of the recency-frequency score.")
+    seed_tail_tokens: int = Field(
+        32, ge=0, description="Last tokens of a prefill chunk whose experts may be admitted to slots."
+    )
+
+    @field_validator("split")
+    @classmethod
+    def _check_split(cls, value: str) -> str:
+        if value in ("fetch", "cpu"):
+            return value
+        match = re.fullmatch(r"q=([0-9.]+)", value)
+        if match is None or not 0.0 <= float(match.group(1)) <= 1.0:
+            raise ValueError(f"split {value!r} is not 'fetch', 'cpu' or 'q=FRACTION' with a fraction from 0 to 1")
+        return value
+
+    @property
+    def fetch_fraction(self) -> float:
+        """Share of a layer's misses that the device fetches (the rest runs on CpuExecutor)."""
+        return {"fetch": 1.0, "cpu": 0.0}[self.split] if "=" not in self.split else float(self.split[2:])
+
+
+class ExecutorConfig(_Section):
+    """Native threads. Unset thread counts are planned from the physical cores."""
+
+    cpu_threads: int | None = Field(None, ge=1, description="Workers of CpuExecutor.")
+    device_threads: int | None = Field(None, ge=1, description="Workers of GpuExecutor on the CPU device.")
+    pin: bool = Field(True, description="Pin workers to physical cores.")
+    isa: Literal["auto", "scalar", "avx2", "avx512", "avx512_bf16"] = Field(
+        "auto", description="Newest instruction set the CPU kernels may use."
+    )
+    spin_us: int | None = Field(
+        None, ge=0, description="Busy wait before parking; unset: 0 with fewer cores than parties, else 50."
+    )
+    wait_timeout_s: float = Field(20.0, gt=0, description="Longest wait for one layer's answer.")
+
+
+class LoaderConfig(_Section):
+    """Reading checkpoints."""
+
+    threads: int = Field(4, ge=1, le=64, description="Reader threads.")
+    chunk_bytes: Bytes = Field(8 * 1024**2, description="Bytes of one read.")
+    direct: bool = Field(True, description="O_DIRECT, falling back to buffered reads where refused.")
+    verify: bool = Field(True, description="Check every record's checksum while loading.")
+    cache_dir: str | None = Field(None, description="Where converted checkpoints are kept (~/.cache/freetoken).")
+
+
+class RayConfig(_Section):
+    """The cluster."""
+
+    address: str | None = Field(None, description="Cluster to attach to; unset: a running one, else a local one.")
+    namespace: str = Field("freetoken", description="Ray namespace of the actors.")
+    dashboard: bool = Field(True, description="Start the dashboard with a local head.")
+    object_store_bytes: Bytes = Field(200 * 1024**2, description="Object store of a local head.")
+    transport: Literal["socket", "ray"] = Field("socket", description="Carrier of per-step messages.")
+
+
+class HealthConfig(_Section):
+    """Supervision."""
+
+    ping_interval_s: float = Field(2.0, gt=0, description="Interval of liveness pings.")
+    ping_timeout_s: float = Field(10.0, gt=0, description="A silent actor is killed and restarted after this.")
+    load_timeout_s: float = Field(3600.0, gt=0, description="Longest load of one actor.")
+    max_restarts: int = Field(16, ge=0, description="Restarts of one actor within ten minutes before giving up.")
+
+
+class EngineConfig(_Section):
+    """Everything ``freetoken launch`` can be told."""
+
+    model: str = Field(description="FTW directory, Hugging Face checkpoint directory, GGUF file or hub name.")
+    served_model_name: str | None = Field(None, description="Name in the API; defaults to the directory's name.")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="Where dense layers and cached experts run.")
+    runtime: Literal["ray", "local"] = Field("ray", description="Actors on Ray, or all in one process.")
+    vram: Bytes | None = Field(
+        None, description="Device memory budget; on the CPU device unset means experts are read in place."
+    )
+    max_context_tokens: int | None = Field(None, ge=2, description="Context length limit; defaults to the model's.")
+    deterministic: bool = Field(
+        False, description="Bitwise equal outputs whatever batch, chunking, cache state and split (CPU device)."
+    )
+    seed: int = Field(0, description="Base of the seeds of requests that bring none.")
+    server: ServerConfig = ServerConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    kv: KVConfig = KVConfig()
+    experts: ExpertsConfig = ExpertsConfig()
+    executor: ExecutorConfig = ExecutorConfig()
+    loader: LoaderConfig = LoaderConfig()
+    ray: RayConfig = RayConfig()
+    health: HealthConfig = HealthConfig()

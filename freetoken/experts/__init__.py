@@ -1,0 +1,1 @@
+"""Expert records, the store, slots and the actors that own them."""

@@ -1,0 +1,73 @@
+"""Frozen dataclasses that cross actor boundaries. Standard library only.
+
+Commands are imperative (``ReserveBlocks``), replies and events past tense (``BlocksReserved``). A message never
+holds a tensor or a pointer: bulk data lies in shared memory and messages carry descriptors beside them.
+"""
+
+from freetoken.messages.actors import ACTOR_NAMES, ActorName, ActorState, ActorStatus, Wiring
+from freetoken.messages.kv import (
+    BlockCommit,
+    BlockGrant,
+    BlockNeed,
+    BlocksReserved,
+    KVStats,
+    ReserveBlocks,
+)
+from freetoken.messages.requests import (
+    AbortRequest,
+    FinishReason,
+    LogprobEntry,
+    RequestFailure,
+    RequestStats,
+    SamplingParams,
+    SubmitRequest,
+    TokenBatch,
+    TokenDelta,
+)
+from freetoken.messages.shared import MailboxShared, SegmentInfo, StoreShared
+from freetoken.messages.steps import (
+    ExpertCounters,
+    RequestInit,
+    RowResult,
+    StepFailed,
+    StepNotice,
+    StepPlan,
+    StepReport,
+    StepResult,
+    StepRow,
+)
+
+__all__ = [
+    "ACTOR_NAMES",
+    "AbortRequest",
+    "ActorName",
+    "ActorState",
+    "ActorStatus",
+    "BlockCommit",
+    "BlockGrant",
+    "BlockNeed",
+    "BlocksReserved",
+    "ExpertCounters",
+    "FinishReason",
+    "KVStats",
+    "LogprobEntry",
+    "MailboxShared",
+    "RequestFailure",
+    "RequestInit",
+    "RequestStats",
+    "ReserveBlocks",
+    "RowResult",
+    "SamplingParams",
+    "SegmentInfo",
+    "StepFailed",
+    "StepNotice",
+    "StepPlan",
+    "StepReport",
+    "StepResult",
+    "StepRow",
+    "StoreShared",
+    "SubmitRequest",
+    "TokenBatch",
+    "TokenDelta",
+    "Wiring",
+]

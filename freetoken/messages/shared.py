@@ -1,0 +1,33 @@
+"""Descriptors of shared memory. The file descriptors themselves travel beside the message (SCM_RIGHTS), in the order of
+the segments; the receiver owns the duplicates it gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentInfo:
+    """One memfd segment. ``file_name`` is the FTW data file whose bytes it mirrors, at the same offsets."""
+
+    file_name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreShared:
+    """WeightStreamer -> CpuExecutor, GpuExecutor, Controller (holder), and Controller -> a new WeightStreamer: the whole
+    expert store and the dense weights, loaded and complete. ``checkpoint`` is the FTW directory it was read from."""
+
+    epoch: int
+    checkpoint: str
+    fingerprint: str
+    segments: tuple[SegmentInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MailboxShared:
+    """ExpertCache -> GpuExecutor, CpuExecutor: a fresh mailbox for this epoch (one descriptor)."""
+
+    epoch: int
+    size_bytes: int
