@@ -53,7 +53,9 @@ def crc32c(data: Any, crc: int = 0) -> int:
 class WorkerPool:
     """Fixed threads that run native parallel sections; one section at a time. Idle workers spin ``spin_us``, then park."""
 
-    def __init__(self, num_threads: int, core_ids: Sequence[int] = (), spin_us: int = 0, isa: str = "auto") -> None:
+    def __init__(
+        self, num_threads: int, core_ids: Sequence[int] = (), spin_us: int = 0, isa: str = "auto"
+    ) -> None:
         """``core_ids`` empty: not pinned. ``isa`` caps the kernels: auto, scalar, avx2, avx512, avx512_bf16."""
 
     @property
@@ -71,7 +73,9 @@ class DirectReader:
     """Multi-threaded chunked reads of files into memory, with O_DIRECT where the file system allows it."""
 
     def __init__(self, num_threads: int, chunk_bytes: int, direct: bool = True) -> None: ...
-    def submit(self, path: str, size_bytes: int, destination: SharedSegment, destination_offset: int = 0) -> None:
+    def submit(
+        self, path: str, size_bytes: int, destination: SharedSegment, destination_offset: int = 0
+    ) -> None:
         """Read the whole file (exactly ``size_bytes``; ``OSError`` with the path at ``wait`` when it is shorter)."""
 
     def progress(self) -> int:
@@ -84,9 +88,7 @@ class DirectReader:
     def used_direct(self) -> bool: ...
     def cancel(self) -> None: ...
 
-def crc32c_ranges(
-    segment: SharedSegment, offsets: I64, sizes: I64, num_threads: int
-) -> NDArray[np.uint32]:
+def crc32c_ranges(segment: SharedSegment, offsets: I64, sizes: I64, num_threads: int) -> NDArray[np.uint32]:
     """CRC-32C of each range of the segment, computed in parallel."""
 
 # ---------------------------------------------------------------------------------------------- dense kernels
@@ -113,8 +115,15 @@ def router_topk(
     """softmax over logits[T,E], the top_k per row in descending order (ties: lower id first) -> ids, weights [T,K]."""
 
 def kv_store(
-    pool: WorkerPool, keys: F32, values: F32, slot_mapping: I64, kv: SharedSegment, layer_offset_bytes: int,
-    block_stride_bytes: int, block_size: int, kv_dtype: str,
+    pool: WorkerPool,
+    keys: F32,
+    values: F32,
+    slot_mapping: I64,
+    kv: SharedSegment,
+    layer_offset_bytes: int,
+    block_stride_bytes: int,
+    block_size: int,
+    kv_dtype: str,
 ) -> None:
     """Write keys/values [T, KVH, D] of one layer at token slots (block * block_size + offset) of block-major KV records.
 
@@ -123,9 +132,20 @@ def kv_store(
     """
 
 def paged_attention(
-    pool: WorkerPool, queries: F32, row_starts: I32, positions: I32, block_tables: I32, kv: SharedSegment,
-    layer_offset_bytes: int, block_stride_bytes: int, block_size: int, num_kv_heads: int, kv_dtype: str,
-    scale: float, sliding_window: int, out: F32,
+    pool: WorkerPool,
+    queries: F32,
+    row_starts: I32,
+    positions: I32,
+    block_tables: I32,
+    kv: SharedSegment,
+    layer_offset_bytes: int,
+    block_stride_bytes: int,
+    block_size: int,
+    num_kv_heads: int,
+    kv_dtype: str,
+    scale: float,
+    sliding_window: int,
+    out: F32,
 ) -> None:
     """Causal attention of a ragged batch over paged KV (which already holds the new tokens).
 
@@ -138,11 +158,20 @@ def paged_attention(
 
 @final
 class NativeLayout:
-    """A record layout as the kernels see it (see freetoken/experts/record.py)."""
+    """A record layout as the kernels see it (see freetoken.quant.record.py)."""
 
     def __init__(
-        self, dtype: str, hidden: int, intermediate: int, tile_columns: int, num_tiles: int,
-        tile_stride_bytes: int, stride_bytes: int, gate_offset: int, up_offset: int, down_offset: int,
+        self,
+        dtype: str,
+        hidden: int,
+        intermediate: int,
+        tile_columns: int,
+        num_tiles: int,
+        tile_stride_bytes: int,
+        stride_bytes: int,
+        gate_offset: int,
+        up_offset: int,
+        down_offset: int,
     ) -> None: ...
 
 @final
@@ -150,8 +179,12 @@ class ExpertStore:
     """Where every record lies: maps (expert layer ordinal, expert) to an address in one of the segments."""
 
     def __init__(
-        self, segments: Sequence[SharedSegment], layouts: Sequence[NativeLayout], layer_layout: Sequence[int],
-        record_segment: I32, record_offset: I64,
+        self,
+        segments: Sequence[SharedSegment],
+        layouts: Sequence[NativeLayout],
+        layer_layout: Sequence[int],
+        record_segment: I32,
+        record_offset: I64,
     ) -> None:
         """``record_segment`` and ``record_offset`` are [L, E]. ``ValueError`` when a record leaves its segment."""
 
@@ -161,7 +194,13 @@ class ExpertStore:
     def num_experts(self) -> int: ...
 
 def expert_ffn(
-    pool: WorkerPool, store: ExpertStore, layer: int, hidden: F32, ids: I32, weights: F32, out: F32,
+    pool: WorkerPool,
+    store: ExpertStore,
+    layer: int,
+    hidden: F32,
+    ids: I32,
+    weights: F32,
+    out: F32,
     deterministic: bool = False,
 ) -> None:
     """out[T,H] = sum over k of weights[t,k] * FFN(ids[t,k])(hidden[t]), straight from the store. Ids of -1 are skipped."""
@@ -174,7 +213,13 @@ class Mailbox:
     def required_bytes(max_tokens: int, top_k: int, hidden: int, num_experts: int) -> int: ...
     @staticmethod
     def create(
-        segment: SharedSegment, epoch: int, max_tokens: int, top_k: int, hidden: int, num_layers: int, num_experts: int
+        segment: SharedSegment,
+        epoch: int,
+        max_tokens: int,
+        top_k: int,
+        hidden: int,
+        num_layers: int,
+        num_experts: int,
     ) -> Mailbox: ...
     @staticmethod
     def attach(segment: SharedSegment) -> Mailbox:
@@ -193,7 +238,12 @@ class SlotTable:
     """Which record lies in which slot, and which one goes next. Not thread-safe; owned by one CacheServer."""
 
     def __init__(
-        self, num_layers: int, num_experts: int, num_slots: int, policy: str = "crf", half_life_tokens: float = 32.0
+        self,
+        num_layers: int,
+        num_experts: int,
+        num_slots: int,
+        policy: str = "crf",
+        half_life_tokens: float = 32.0,
     ) -> None: ...
     @property
     def num_slots(self) -> int: ...
@@ -203,7 +253,12 @@ class SlotTable:
         """The slot, or -1."""
 
     def access(
-        self, layer: int, experts: Sequence[int], token_counts: Sequence[int], admit: Sequence[bool], num_tokens: int
+        self,
+        layer: int,
+        experts: Sequence[int],
+        token_counts: Sequence[int],
+        admit: Sequence[bool],
+        num_tokens: int,
     ) -> list[tuple[int, int]]:
         """One publish, as the server does it (for tests, replay): per distinct expert (slot or -1, admitted slot or -1)."""
 
@@ -219,7 +274,12 @@ class CacheServer:
     """ExpertCache's thread: answers publishes with plans and hands the CPU share on."""
 
     def __init__(
-        self, mailbox: Mailbox, slots: SlotTable, fetch_fraction: float, in_place: bool, spin_us: int,
+        self,
+        mailbox: Mailbox,
+        slots: SlotTable,
+        fetch_fraction: float,
+        in_place: bool,
+        spin_us: int,
         record_bytes: Sequence[int],
     ) -> None:
         """``in_place``: every expert is a hit read from the store (no slots). ``record_bytes`` [L] for the counters."""
@@ -250,8 +310,15 @@ class DeviceClient:
     """The CPU device's side of the mailbox: publishes a layer, runs hits and fetches itself, adds the CPU partial."""
 
     def __init__(
-        self, mailbox: Mailbox, store: ExpertStore, slots: SharedSegment | None, slot_stride_bytes: int,
-        pool: WorkerPool, spin_us: int, wait_timeout_s: float, deterministic: bool,
+        self,
+        mailbox: Mailbox,
+        store: ExpertStore,
+        slots: SharedSegment | None,
+        slot_stride_bytes: int,
+        pool: WorkerPool,
+        spin_us: int,
+        wait_timeout_s: float,
+        deterministic: bool,
     ) -> None:
         """``slots`` is the arena (None when records are read in place); slot s lies at ``s * slot_stride_bytes``."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from freetoken.config import EngineConfig
-from freetoken.experts.record import RecordLayout
+from freetoken.quant.record import RecordLayout
 from freetoken.models.spec import ModelSpec
 
 

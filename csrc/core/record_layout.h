@@ -1,4 +1,4 @@
-// Geometry of one kind of expert record, as kernels see it. Mirrors freetoken/experts/record.py.
+// Geometry of one kind of expert record, as kernels see it. Mirrors freetoken.quant.record.py.
 #pragma once
 
 #include <cstddef>

@@ -1,1 +1,1 @@
-"""Expert records, the store, slots and the actors that own them."""
+"""The expert cache and the CPU executor: policies, figures and the services around the native servers."""

@@ -24,7 +24,7 @@ from freetoken.messages.requests import (
     TokenBatch,
     TokenDelta,
 )
-from freetoken.messages.shared import MailboxShared, SegmentInfo, StoreShared
+from freetoken.messages.shared import ArenaReady, MailboxShared, SegmentInfo, StoreShared
 from freetoken.messages.steps import (
     ExpertCounters,
     RequestInit,
@@ -43,6 +43,7 @@ __all__ = [
     "ActorName",
     "ActorState",
     "ActorStatus",
+    "ArenaReady",
     "BlockCommit",
     "BlockGrant",
     "BlockNeed",

@@ -31,3 +31,14 @@ class MailboxShared:
 
     epoch: int
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaReady:
+    """GpuExecutor -> ExpertCache, KVAllocator at every wiring. ``arena_id`` changes when the arena's contents were lost, and
+    then the receiver empties its tables."""
+
+    epoch: int
+    arena_id: str
+    num_slots: int
+    num_kv_blocks: int

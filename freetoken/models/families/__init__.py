@@ -1,0 +1,1 @@
+"""One file a family: what its configuration means and how its tensors are named."""

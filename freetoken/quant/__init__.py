@@ -1,0 +1,1 @@
+"""Weight formats: record layouts and reference dequantisation, one file a format."""
