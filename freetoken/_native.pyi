@@ -53,9 +53,7 @@ def crc32c(data: Any, crc: int = 0) -> int:
 class WorkerPool:
     """Fixed threads that run native parallel sections; one section at a time. Idle workers spin ``spin_us``, then park."""
 
-    def __init__(
-        self, num_threads: int, core_ids: Sequence[int] = (), spin_us: int = 0, isa: str = "auto"
-    ) -> None:
+    def __init__(self, num_threads: int, core_ids: Sequence[int] = (), spin_us: int = 0, isa: str = "auto") -> None:
         """``core_ids`` empty: not pinned. ``isa`` caps the kernels: auto, scalar, avx2, avx512, avx512_bf16."""
 
     @property
@@ -73,9 +71,7 @@ class DirectReader:
     """Multi-threaded chunked reads of files into memory, with O_DIRECT where the file system allows it."""
 
     def __init__(self, num_threads: int, chunk_bytes: int, direct: bool = True) -> None: ...
-    def submit(
-        self, path: str, size_bytes: int, destination: SharedSegment, destination_offset: int = 0
-    ) -> None:
+    def submit(self, path: str, size_bytes: int, destination: SharedSegment, destination_offset: int = 0) -> None:
         """Read the whole file (exactly ``size_bytes``; ``OSError`` with the path at ``wait`` when it is shorter)."""
 
     def progress(self) -> int:
@@ -323,9 +319,7 @@ class DeviceClient:
         """``slots`` is the arena (None when records are read in place); slot s lies at ``s * slot_stride_bytes``."""
 
     def begin_step(self, step_id: int) -> None: ...
-    def forward(
-        self, layer: int, hidden: F32, ids: I32, weights: F32, admit: NDArray[np.uint8], out: F32
-    ) -> None:
+    def forward(self, layer: int, hidden: F32, ids: I32, weights: F32, admit: NDArray[np.uint8], out: F32) -> None:
         """out[T,H] = the routed experts' weighted sum. ``admit[t]`` = 0 keeps token t from filling slots.
 
         Raises ``TimeoutError`` naming the late party, ``RuntimeError('aborted')`` when the mailbox was aborted.

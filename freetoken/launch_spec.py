@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from freetoken.config import EngineConfig
-from freetoken.quant.record import RecordLayout
 from freetoken.models.spec import ModelSpec
+from freetoken.quant.record import RecordLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,15 +19,11 @@ class _Section(BaseModel):
 class ServerConfig(_Section):
     """The HTTP front."""
 
-    host: str = Field(
-        "127.0.0.1", description="Address to bind. Anything but loopback should come with API keys."
-    )
+    host: str = Field("127.0.0.1", description="Address to bind. Anything but loopback should come with API keys.")
     port: int = Field(8321, ge=0, le=65535, description="TCP port; 0 lets the system choose.")
     api_keys: tuple[str, ...] = Field((), description="Accepted bearer keys; empty means no authentication.")
     max_body_bytes: Bytes = Field(32 * 1024**2, description="Largest accepted request body.")
-    keepalive_s: float = Field(
-        5.0, gt=0, description="Longest silence on a stream before a keep-alive comment."
-    )
+    keepalive_s: float = Field(5.0, gt=0, description="Longest silence on a stream before a keep-alive comment.")
     max_tokens_default: int | None = Field(
         None, ge=1, description="max_tokens of requests that name none; unset means up to the context length."
     )
@@ -38,9 +34,7 @@ class SchedulerConfig(_Section):
 
     max_num_running: int = Field(64, ge=1, le=4096, description="Requests computed at the same time.")
     max_num_waiting: int = Field(256, ge=0, description="Requests queued before new ones get 429.")
-    max_num_batched_tokens: int = Field(
-        512, ge=16, le=65536, description="Tokens of one step, prefill and decode."
-    )
+    max_num_batched_tokens: int = Field(512, ge=16, le=65536, description="Tokens of one step, prefill and decode.")
     prefill_chunk_tokens: int = Field(
         256, ge=16, description="Prefill tokens of one step while other requests are decoding."
     )
@@ -51,9 +45,7 @@ class KVConfig(_Section):
     """Key/value cache."""
 
     block_size: int = Field(16, ge=1, le=256, description="Tokens in a block.")
-    num_tokens: int | None = Field(
-        None, ge=1, description="Capacity in tokens; unset lets the boot plan choose."
-    )
+    num_tokens: int | None = Field(None, ge=1, description="Capacity in tokens; unset lets the boot plan choose.")
     dtype: Literal["auto", "f32", "bf16"] = Field("auto", description="auto follows the model's dtype.")
     prefix_cache: bool = Field(True, description="Reuse the KV of common prefixes.")
 
@@ -77,9 +69,7 @@ class ExpertsConfig(_Section):
             return value
         match = re.fullmatch(r"q=([0-9.]+)", value)
         if match is None or not 0.0 <= float(match.group(1)) <= 1.0:
-            raise ValueError(
-                f"split {value!r} is not 'fetch', 'cpu' or 'q=FRACTION' with a fraction from 0 to 1"
-            )
+            raise ValueError(f"split {value!r} is not 'fetch', 'cpu' or 'q=FRACTION' with a fraction from 0 to 1")
         return value
 
     @property
@@ -110,17 +100,13 @@ class LoaderConfig(_Section):
     chunk_bytes: Bytes = Field(8 * 1024**2, description="Bytes of one read.")
     direct: bool = Field(True, description="O_DIRECT, falling back to buffered reads where refused.")
     verify: bool = Field(True, description="Check every record's checksum while loading.")
-    cache_dir: str | None = Field(
-        None, description="Where converted checkpoints are kept (~/.cache/freetoken)."
-    )
+    cache_dir: str | None = Field(None, description="Where converted checkpoints are kept (~/.cache/freetoken).")
 
 
 class RayConfig(_Section):
     """The cluster."""
 
-    address: str | None = Field(
-        None, description="Cluster to attach to; unset: a running one, else a local one."
-    )
+    address: str | None = Field(None, description="Cluster to attach to; unset: a running one, else a local one.")
     namespace: str = Field("freetoken", description="Ray namespace of the actors.")
     dashboard: bool = Field(True, description="Start the dashboard with a local head.")
     object_store_bytes: Bytes = Field(200 * 1024**2, description="Object store of a local head.")
@@ -131,30 +117,22 @@ class HealthConfig(_Section):
     """Supervision."""
 
     ping_interval_s: float = Field(2.0, gt=0, description="Interval of liveness pings.")
-    ping_timeout_s: float = Field(
-        10.0, gt=0, description="A silent actor is killed and restarted after this."
-    )
+    ping_timeout_s: float = Field(10.0, gt=0, description="A silent actor is killed and restarted after this.")
     load_timeout_s: float = Field(3600.0, gt=0, description="Longest load of one actor.")
-    max_restarts: int = Field(
-        16, ge=0, description="Restarts of one actor within ten minutes before giving up."
-    )
+    max_restarts: int = Field(16, ge=0, description="Restarts of one actor within ten minutes before giving up.")
 
 
 class EngineConfig(_Section):
     """Everything ``freetoken launch`` can be told."""
 
     model: str = Field(description="FTW directory, Hugging Face checkpoint directory, GGUF file or hub name.")
-    served_model_name: str | None = Field(
-        None, description="Name in the API; defaults to the directory's name."
-    )
+    served_model_name: str | None = Field(None, description="Name in the API; defaults to the directory's name.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where dense layers and cached experts run.")
     runtime: Literal["ray", "local"] = Field("ray", description="Actors on Ray, or all in one process.")
     vram: Bytes | None = Field(
         None, description="Device memory budget; on the CPU device unset means experts are read in place."
     )
-    max_context_tokens: int | None = Field(
-        None, ge=2, description="Context length limit; defaults to the model's."
-    )
+    max_context_tokens: int | None = Field(None, ge=2, description="Context length limit; defaults to the model's.")
     deterministic: bool = Field(
         False,
         description="Bitwise equal outputs whatever batch, chunking, cache state and split (CPU device).",

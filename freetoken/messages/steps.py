@@ -82,9 +82,7 @@ class ExpertCounters:
     layer_steps: int = 0
 
     def __add__(self, other: ExpertCounters) -> ExpertCounters:
-        return ExpertCounters(
-            *(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__)
-        )
+        return ExpertCounters(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
 
 @dataclass(frozen=True, slots=True)

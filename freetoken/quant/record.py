@@ -132,9 +132,7 @@ class RecordLayout:
         return layout
 
 
-def plan_record_layout(
-    dtype: str, hidden: int, intermediate: int, tile_columns: int | None = None
-) -> RecordLayout:
+def plan_record_layout(dtype: str, hidden: int, intermediate: int, tile_columns: int | None = None) -> RecordLayout:
     """Layout of unquantised (``"f32"`` or ``"bf16"``) gated experts.
 
     ``tile_columns`` defaults to the largest divisor of ``intermediate`` not above 64 (a 768-column BF16 expert with

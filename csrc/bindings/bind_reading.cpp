@@ -1,0 +1,7 @@
+#include "bindings.h"
+
+namespace ft {
+
+void bind_reading(pybind11::module_&) {}
+
+}  // namespace ft

@@ -1,0 +1,15 @@
+// Binding functions, one per domain; each is implemented in bind_<domain>.cpp.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace ft {
+
+void bind_shared(pybind11::module_& m);
+void bind_machine(pybind11::module_& m);
+void bind_reading(pybind11::module_& m);
+void bind_dense(pybind11::module_& m);
+void bind_experts(pybind11::module_& m);
+void bind_mailbox(pybind11::module_& m);
+
+}  // namespace ft

@@ -1,0 +1,35 @@
+// A memfd mapped read-write and shared between processes.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+namespace ft {
+
+class SharedSegment {
+ public:
+  // Both throw std::system_error; attach duplicates fd and checks that the file has at least size_bytes.
+  static std::shared_ptr<SharedSegment> create(const std::string& name, std::size_t size_bytes);
+  static std::shared_ptr<SharedSegment> attach(int fd, std::size_t size_bytes, const std::string& name);
+  ~SharedSegment();
+  SharedSegment(const SharedSegment&) = delete;
+  SharedSegment& operator=(const SharedSegment&) = delete;
+
+  int fd() const { return fd_; }
+  const std::string& name() const { return name_; }
+  std::byte* data() const { return data_; }
+  std::size_t size_bytes() const { return size_bytes_; }
+  // Allocates every page; throws std::system_error (ENOMEM/ENOSPC) when memory is short.
+  void populate();
+
+ private:
+  SharedSegment(int fd, std::byte* data, std::size_t size_bytes, std::string name)
+      : fd_(fd), data_(data), size_bytes_(size_bytes), name_(std::move(name)) {}
+  int fd_;
+  std::byte* data_;
+  std::size_t size_bytes_;
+  std::string name_;
+};
+
+}  // namespace ft
