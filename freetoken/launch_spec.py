@@ -11,8 +11,8 @@ from freetoken.quant.record import RecordLayout
 
 @dataclass(frozen=True, slots=True)
 class ResolvedPlan:
-    """The boot plan's outcome; all numbers final. ``num_slots == 0`` on a MoE model means records are read in place
-    (only on the CPU device without a VRAM budget)."""
+    """The boot plan's outcome; all numbers final. ``in_place``: no VRAM budget on the CPU device, so the device reads
+    every record from the store and there are no slots."""
 
     kv_block_size: int
     num_kv_blocks: int
@@ -29,6 +29,7 @@ class ResolvedPlan:
     device_core_ids: tuple[int, ...]
     spin_us: int
     max_batch_tokens: int
+    in_place: bool = False
 
     @property
     def kv_capacity_tokens(self) -> int:

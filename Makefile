@@ -1,0 +1,70 @@
+# Targets for people and for CI. Everything runs in .venv, made by the first target that needs it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= 2
+# The CPU build of torch: override with TORCH_INDEX= (empty) to take whatever the default index offers.
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv install demo test ci format lint types layers native-test unit api actors e2e docs clean
+
+help: ## This list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(VENV)/.stamp: pyproject.toml CMakeLists.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import torch' 2>/dev/null || \
+	  $(BIN)/python -m pip install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	$(BIN)/python -m pip install -q 'scikit-build-core>=0.10' 'pybind11>=2.13' 'cmake>=3.22' ninja
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.stamp $(wildcard csrc/*/*.cpp csrc/*/*.h)
+	$(BIN)/python -m pip install -q --no-build-isolation -e '.[dev,demo]'
+	touch $@
+
+install: $(VENV)/.installed ## Virtual environment, dependencies, native extension
+
+demo: install ## Set up and run the demo: a real small model answers over HTTP through the whole actor system
+	$(BIN)/freetoken demo
+
+test: install ## Set up and run every test (native, unit, actors, api, end to end)
+	$(MAKE) native-test
+	$(BIN)/python -m pytest -q
+
+ci: install format lint types layers native-test ## Everything CI checks
+	$(BIN)/python -m pytest -q -p no:cacheprovider
+
+format: install ## Formatting of Python and C++ (checked, not changed)
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h')
+
+lint: install ## Ruff
+	$(BIN)/ruff check .
+
+types: install ## mypy
+	$(BIN)/mypy
+
+layers: install ## Import layers
+	$(BIN)/lint-imports
+
+native-test: install ## C++ tests under AddressSanitizer and ThreadSanitizer
+	for kind in address thread; do \
+	  $(BIN)/cmake -S . -B build/$$kind -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DFT_PYTHON=OFF -DFT_TESTS=ON \
+	    -DFT_SANITIZE=$$kind >/dev/null && \
+	  $(BIN)/cmake --build build/$$kind -j $(JOBS) && \
+	  $(BIN)/ctest --test-dir build/$$kind --output-on-failure || exit 1; done
+
+unit api actors e2e: install
+	$(BIN)/python -m pytest -q tests/$@
+
+fix: install ## Reformat and apply safe lint fixes
+	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h')
+
+docs: install ## Regenerate the generated pages of docs/
+	$(BIN)/python -m freetoken.cli.document
+
+clean: ## Remove build output and the virtual environment
+	rm -rf build dist $(VENV) *.egg-info

@@ -1,0 +1,1 @@
+"""Where memory and work go: pure functions from measurements to plans."""

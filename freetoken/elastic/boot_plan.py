@@ -1,0 +1,152 @@
+"""The boot plan: how the memory budget and the cores are divided before anything is loaded. Pure.
+
+Order: explicit settings first; then dense weights and workspace; then a context that an agent needs; what is left of a
+VRAM budget becomes expert slots. A plan that cannot work is refused with the flag and the value that would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from freetoken.config import EngineConfig
+from freetoken.elastic.machine import MachineInfo
+from freetoken.errors import CapacityError
+from freetoken.launch_spec import ResolvedPlan
+from freetoken.models.spec import ModelSpec
+from freetoken.quant.record import RecordLayout
+from freetoken.units import align_up, format_bytes
+
+AGENT_CONTEXT_TOKENS = 32768
+"""What a coding agent's first request needs."""
+
+_DTYPE_BYTES = {"f32": 4, "bf16": 2}
+_HOST_RESERVE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSizes:
+    """Bytes of a converted checkpoint, from its index."""
+
+    dense_bytes: int
+    expert_bytes: int
+
+
+def plan_boot(
+    config: EngineConfig,
+    model: ModelSpec,
+    layouts: Sequence[RecordLayout],
+    sizes: CheckpointSizes,
+    machine: MachineInfo,
+) -> ResolvedPlan:
+    """Divide memory and cores. Raises ``CapacityError`` naming the setting to change and a value that works."""
+    kv_dtype = model.dtype if config.kv.dtype == "auto" else config.kv.dtype
+    context = min(config.max_context_tokens or model.max_position_embeddings, model.max_position_embeddings)
+    if config.max_context_tokens and config.max_context_tokens > model.max_position_embeddings:
+        raise CapacityError(
+            f"max_context_tokens {config.max_context_tokens} is above the model's limit of "
+            f"{model.max_position_embeddings} positions; set max_context_tokens={model.max_position_embeddings} or less"
+        )
+    block_size = config.kv.block_size
+    block_bytes = block_size * model.kv_bytes_per_token(_DTYPE_BYTES[kv_dtype])
+    batch_tokens = config.scheduler.max_num_batched_tokens
+    workspace = plan_workspace_bytes(model, batch_tokens, config.scheduler.max_num_running)
+    slot_stride = max((layout.stride_bytes for layout in layouts), default=0)
+    store = sizes.dense_bytes + sizes.expert_bytes
+
+    budget = config.vram
+    min_blocks = -(-min(context, 2 * block_size) // block_size)
+    if budget is None:
+        room = machine.available_bytes - store - workspace - _HOST_RESERVE_BYTES
+        what, flag = "host memory", "kv.num_tokens"
+    else:
+        room = budget - sizes.dense_bytes - workspace
+        what, flag = f"the VRAM budget of {format_bytes(budget)}", "vram"
+    if room < min_blocks * block_bytes:
+        needed = store + workspace + _HOST_RESERVE_BYTES if budget is None else sizes.dense_bytes + workspace
+        needed = align_up(needed + min_blocks * block_bytes, 1 << 20)
+        have = format_bytes(machine.available_bytes if budget is None else budget)
+        raise CapacityError(
+            f"the model does not fit {what}: it needs {format_bytes(needed)} ({format_bytes(sizes.dense_bytes)} dense "
+            f"weights, {format_bytes(sizes.expert_bytes)} experts in host memory, {format_bytes(workspace)} workspace, "
+            f"KV) and has {have}" + ("" if budget is None else f"; --vram {needed // (1 << 20)}MiB would work")
+        )
+    num_blocks = _plan_kv_blocks(config, context, block_size, block_bytes, room, what, flag)
+
+    num_slots = 0
+    if model.is_moe and budget is not None:
+        num_slots = min((room - num_blocks * block_bytes) // slot_stride, len(model.moe_layers) * model.num_experts)
+    if budget is not None:
+        host = store + budget + _HOST_RESERVE_BYTES if config.device == "cpu" else store + _HOST_RESERVE_BYTES
+        if host > machine.available_bytes:
+            raise CapacityError(
+                f"host memory: the weights need {format_bytes(store)} and the budget {format_bytes(budget)}, but only "
+                f"{format_bytes(machine.available_bytes)} are available"
+            )
+    cpu_cores, device_cores = plan_cores(config, machine.physical_cores, needs_cpu_executor=model.is_moe and budget is not None)
+    parties = 3 if model.is_moe else 1
+    spin = config.executor.spin_us
+    return ResolvedPlan(
+        kv_block_size=block_size,
+        num_kv_blocks=num_blocks,
+        kv_dtype=kv_dtype,
+        max_context_tokens=min(context, num_blocks * block_size),
+        num_slots=num_slots,
+        slot_stride_bytes=slot_stride,
+        dense_bytes=sizes.dense_bytes,
+        workspace_bytes=workspace,
+        store_bytes=store,
+        cpu_threads=config.executor.cpu_threads or len(cpu_cores),
+        device_threads=config.executor.device_threads or len(device_cores),
+        cpu_core_ids=cpu_cores if config.executor.pin and not config.executor.cpu_threads else (),
+        device_core_ids=device_cores if config.executor.pin and not config.executor.device_threads else (),
+        spin_us=spin if spin is not None else (50 if len(machine.physical_cores) >= parties + 2 else 0),
+        max_batch_tokens=batch_tokens,
+        in_place=model.is_moe and budget is None,
+    )
+
+
+def plan_workspace_bytes(model: ModelSpec, batch_tokens: int, sampled_rows: int) -> int:
+    """Peak activations of the largest step, float32: residual, normed, q/k/v, MLP or expert rows, sampled logits."""
+    inner = max(model.intermediate_size if len(model.moe_layers) < model.num_layers else 0, model.moe_intermediate_size)
+    qkv = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    routed = model.num_experts_per_tok * model.hidden_size
+    per_token = 4 * (4 * model.hidden_size + qkv + 3 * inner + 2 * routed)
+    return batch_tokens * per_token + 3 * 4 * sampled_rows * model.vocab_size
+
+
+def plan_cores(
+    config: EngineConfig, cores: Sequence[int], *, needs_cpu_executor: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(CpuExecutor's cores, device cores). Disjoint when there are enough; with few cores both share them unpinned.
+
+    On the CPU device the cores are halved between the two when misses go to CpuExecutor, else the device takes all.
+    On a GPU the device needs none, and CpuExecutor takes all but two.
+    """
+    cores = tuple(cores)
+    if config.device == "cuda":
+        return (cores[: max(1, len(cores) - 2)], cores[-1:])
+    if not needs_cpu_executor:
+        return (cores[-1:], cores)
+    half = max(1, len(cores) // 2)
+    return (cores[half:] or cores[-1:], cores[:half])
+
+
+def _plan_kv_blocks(
+    config: EngineConfig, context: int, block_size: int, block_bytes: int, room: int, what: str, flag: str
+) -> int:
+    if config.kv.num_tokens is not None:
+        blocks = -(-config.kv.num_tokens // block_size)
+        if blocks * block_bytes > room:
+            fits = room // block_bytes * block_size
+            raise CapacityError(
+                f"kv.num_tokens={config.kv.num_tokens} needs {format_bytes(blocks * block_bytes)}, but {what} leaves "
+                f"{format_bytes(room)} after weights and workspace; kv.num_tokens={fits} would work"
+                + (", or a larger --vram" if flag == "vram" else "")
+            )
+        return blocks
+    wanted = min(context, AGENT_CONTEXT_TOKENS)
+    if config.vram is None:
+        # Several requests at once, bounded by a quarter of what is free: nothing else competes for it in place.
+        wanted = min(4 * wanted, max(wanted, room // 4 // block_bytes * block_size))
+    return min(-(-wanted // block_size), room // block_bytes)

@@ -1,0 +1,63 @@
+"""What the machine offers, read once. Everything a plan needs, so that plans can be tested with invented machines."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True)
+class MachineInfo:
+    """``physical_cores`` are logical CPU ids, one per physical core this process may use. ``available_bytes`` is what
+    can be allocated without swapping, within the control group's limit."""
+
+    physical_cores: tuple[int, ...]
+    total_bytes: int
+    available_bytes: int
+
+
+def read_machine() -> MachineInfo:
+    """This machine, as seen by this process (affinity mask and memory control group included)."""
+    memory = psutil.virtual_memory()
+    limit = _cgroup_limit_bytes()
+    total = min(memory.total, limit) if limit else memory.total
+    available = memory.available
+    if limit:
+        available = min(available, max(0, limit - _cgroup_usage_bytes()))
+    return MachineInfo(_physical_cores(), total, available)
+
+
+def _physical_cores() -> tuple[int, ...]:
+    seen: dict[tuple[str, str], int] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+        try:
+            key = ((topology / "physical_package_id").read_text(), (topology / "core_id").read_text())
+        except OSError:
+            key = ("", str(cpu))
+        seen.setdefault(key, cpu)
+    return tuple(sorted(seen.values()))
+
+
+def _cgroup_limit_bytes() -> int | None:
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < 1 << 60:
+            return int(text)
+    return None
+
+
+def _cgroup_usage_bytes() -> int:
+    """Memory that cannot be reclaimed: the group's usage less its file cache."""
+    try:
+        usage = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        stat = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        return max(0, usage - int(stat.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        return 0
