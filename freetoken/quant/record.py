@@ -101,19 +101,14 @@ class RecordLayout:
                 for f in data["fields"]
             )
             layout = cls(
-                str(data["format"]),
-                *(
-                    int(data[k])
-                    for k in (
-                        "hidden",
-                        "intermediate",
-                        "tile_columns",
-                        "num_tiles",
-                        "tile_stride_bytes",
-                        "stride_bytes",
-                    )
-                ),
-                fields,
+                format=str(data["format"]),
+                hidden=int(data["hidden"]),
+                intermediate=int(data["intermediate"]),
+                tile_columns=int(data["tile_columns"]),
+                num_tiles=int(data["num_tiles"]),
+                tile_stride_bytes=int(data["tile_stride_bytes"]),
+                stride_bytes=int(data["stride_bytes"]),
+                fields=fields,
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise CheckpointError(f"record layout is malformed: {error!r}") from error

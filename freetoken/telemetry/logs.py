@@ -8,14 +8,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from typing import TextIO
 
 ENVIRONMENT_VARIABLE = "FREETOKEN_LOG"
 
 
-def setup_logging(actor: str, stream: object | None = None) -> None:
+def setup_logging(actor: str, stream: TextIO | None = None) -> None:
     """Give the ``freetoken`` and ``actors`` loggers one handler. Idempotent; the root logger is left alone."""
     level = getattr(logging, os.environ.get(ENVIRONMENT_VARIABLE, "info").upper(), logging.INFO)
-    handler = logging.StreamHandler(stream or sys.stderr)  # type: ignore[type-var]
+    handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {actor} %(name)s %(message)s"))
     for name in ("freetoken", "actors"):
         logger = logging.getLogger(name)

@@ -1,0 +1,72 @@
+"""From a command line to a LaunchSpec: settings, checkpoint, boot plan. Nothing is loaded or started here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from freetoken.checkpoint.ftw import FtwIndex
+from freetoken.checkpoint.resolve import resolve_checkpoint
+from freetoken.config import EngineConfig
+from freetoken.config.loader import load_config, merge
+from freetoken.elastic.boot_plan import CheckpointSizes, plan_boot
+from freetoken.elastic.machine import MachineInfo, read_machine
+from freetoken.errors import ConfigError
+from freetoken.launch_spec import LaunchSpec
+
+Progress = Callable[[int, int, str], None]
+"""``progress(done, total, what)``: bytes while a checkpoint is being converted."""
+
+
+def prepare_launch(
+    model: str,
+    *,
+    profile: str | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    machine: MachineInfo | None = None,
+    progress: Progress | None = None,
+) -> LaunchSpec:
+    """Resolve settings, find or convert the checkpoint, and plan memory and cores.
+
+    ``overrides`` are nested settings from flags. Raises ``ConfigError``, ``CheckpointError``, ``UnsupportedModelError``
+    or ``CapacityError``, each with a message for the user; all before any weight is read.
+    """
+    config = load_config(profile=profile, flags=merge({"model": model}, overrides or {}), environment=environment)
+    check_config(config)
+    checkpoint = resolve_checkpoint(config.model, config.loader.cache_dir, progress)
+    return plan_launch(config, checkpoint, machine or read_machine())
+
+
+def check_config(config: EngineConfig) -> None:
+    """Refuse combinations of settings that cannot work together; ``ConfigError`` names both."""
+    if config.deterministic and config.device != "cpu":
+        raise ConfigError(f"deterministic=true needs device=cpu (got device={config.device})")
+    scheduler = config.scheduler
+    if scheduler.max_num_running > scheduler.max_num_batched_tokens:
+        raise ConfigError(
+            f"scheduler.max_num_running={scheduler.max_num_running} is above "
+            f"scheduler.max_num_batched_tokens={scheduler.max_num_batched_tokens}: one step could not hold all of them"
+        )
+    if scheduler.prefill_chunk_tokens > scheduler.max_num_batched_tokens:
+        raise ConfigError(
+            f"scheduler.prefill_chunk_tokens={scheduler.prefill_chunk_tokens} is above "
+            f"scheduler.max_num_batched_tokens={scheduler.max_num_batched_tokens}"
+        )
+
+
+def plan_launch(config: EngineConfig, checkpoint: Path, machine: MachineInfo) -> LaunchSpec:
+    """The LaunchSpec for a converted checkpoint on ``machine``."""
+    index = FtwIndex.load(checkpoint)
+    plan = plan_boot(config, index.spec, index.layouts, CheckpointSizes(index.dense_bytes, index.expert_bytes), machine)
+    return LaunchSpec(
+        config=config,
+        model=index.spec,
+        plan=plan,
+        checkpoint=str(checkpoint),
+        fingerprint=index.fingerprint,
+        served_model_name=config.served_model_name or Path(config.model).name or config.model,
+        layouts=index.layouts,
+        layer_layout=index.layer_layout,
+    )
