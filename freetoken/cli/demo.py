@@ -1,4 +1,4 @@
-"""``freetoken demo``: launch the demo model, ask it a question over HTTP, print the answer and the engine's own figures.
+"""``freetoken demo``: launch the demo model, ask it a question over HTTP, print the answer and the engine's figures.
 
 Everything goes through the same doors as a user's program: a ``freetoken launch`` process, the HTTP port, an orderly
 stop. Only the standard library speaks HTTP here.
