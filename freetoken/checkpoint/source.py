@@ -1,0 +1,70 @@
+"""What a checkpoint must offer to be converted: a configuration and tensors under their Hugging Face names."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """``dtype`` is the narrowest of ``f32`` and ``bf16`` that holds the tensor's values exactly."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class TensorSource(abc.ABC):
+    """A checkpoint of a foreign format. Reads lazily; not thread-safe."""
+
+    description: dict[str, Any]
+    """Kind and whereabouts, for the index."""
+    fingerprint: str
+    """Identity of the source files; see ``resolve.fingerprint_files``."""
+    config: dict[str, Any]
+    """The content of a Hugging Face ``config.json``."""
+    tensors: Mapping[str, SourceTensor]
+
+    @abc.abstractmethod
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.generic]:
+        """Rows ``start:stop`` (first axis) in the tensor's dtype: float32, or uint16 holding BF16."""
+
+    def write_companions(self, directory: Path) -> None:
+        """Copy or produce tokenizer, chat template and generation defaults in ``directory``, as far as known."""
+        return
+
+    def release(self) -> None:
+        """Let go of cached pages; called between parts of a conversion."""
+        return
+
+    def close(self) -> None:
+        """Release files. Idempotent."""
+        return
+
+
+class ArraySource(TensorSource):
+    """A checkpoint in memory: ``config.json`` content and arrays by Hugging Face name (float32, or uint16 for BF16)."""
+
+    def __init__(self, config: dict[str, Any], arrays: Mapping[str, NDArray[Any]], fingerprint: str = "memory") -> None:
+        for name, array in arrays.items():
+            if array.dtype not in (np.float32, np.uint16):
+                raise TypeError(f"tensor {name!r} is {array.dtype}; float32 or uint16 (BF16) is needed")
+        self.config = dict(config)
+        self.description = {"kind": "memory"}
+        self.fingerprint = fingerprint
+        self._arrays = arrays
+        self.tensors = {
+            name: SourceTensor(tuple(array.shape), "f32" if array.dtype == np.float32 else "bf16")
+            for name, array in arrays.items()
+        }
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.generic]:
+        """See ``TensorSource.read``."""
+        rows: NDArray[np.generic] = self._arrays[name][start:stop]
+        return rows
