@@ -1,7 +1,153 @@
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "arrays.h"
 #include "bindings.h"
+#include "expert_kernels.h"
+#include "expert_store.h"
+#include "worker_pool.h"
+
+namespace py = pybind11;
 
 namespace ft {
+namespace {
 
-void bind_experts(pybind11::module_&) {}
+void require(bool condition, const std::string& message) {
+  if (!condition) throw py::value_error(message);
+}
+
+RecordLayout make_layout(const std::string& dtype, std::int32_t hidden, std::int32_t intermediate,
+                         std::int32_t tile_columns, std::int32_t num_tiles, std::int64_t tile_stride_bytes,
+                         std::int64_t stride_bytes, std::int64_t gate_offset, std::int64_t up_offset,
+                         std::int64_t down_offset) {
+  RecordLayout layout;
+  layout.dtype = parse_dtype(dtype, "dtype");
+  require(hidden >= 1, "hidden must be at least 1, got " + std::to_string(hidden));
+  require(intermediate >= 1, "intermediate must be at least 1, got " + std::to_string(intermediate));
+  require(tile_columns >= 1, "tile_columns must be at least 1, got " + std::to_string(tile_columns));
+  require(num_tiles >= 1 && static_cast<std::int64_t>(num_tiles) * tile_columns == intermediate,
+          "num_tiles " + std::to_string(num_tiles) + " of " + std::to_string(tile_columns) +
+              " columns do not make intermediate " + std::to_string(intermediate));
+  const auto element = static_cast<std::int64_t>(dtype_bytes(layout.dtype));
+  const std::int64_t field_bytes = static_cast<std::int64_t>(tile_columns) * hidden * element;
+  require(tile_stride_bytes >= 3 * field_bytes && tile_stride_bytes % element == 0,
+          "tile_stride_bytes " + std::to_string(tile_stride_bytes) + " does not hold three fields of " +
+              std::to_string(field_bytes) + " bytes");
+  const auto check_field = [&](const char* name, std::int64_t offset) {
+    require(offset >= 0 && offset % element == 0 && offset <= tile_stride_bytes - field_bytes,
+            std::string(name) + " " + std::to_string(offset) + " does not fit a field of " +
+                std::to_string(field_bytes) + " bytes into a tile of " + std::to_string(tile_stride_bytes) + " bytes");
+  };
+  check_field("gate_offset", gate_offset);
+  check_field("up_offset", up_offset);
+  check_field("down_offset", down_offset);
+  require(stride_bytes / num_tiles >= tile_stride_bytes,
+          "stride_bytes " + std::to_string(stride_bytes) + " does not hold " + std::to_string(num_tiles) +
+              " tiles of " + std::to_string(tile_stride_bytes) + " bytes");
+  layout.hidden = hidden;
+  layout.intermediate = intermediate;
+  layout.tile_columns = tile_columns;
+  layout.num_tiles = num_tiles;
+  layout.tile_stride_bytes = tile_stride_bytes;
+  layout.stride_bytes = stride_bytes;
+  layout.gate_offset = gate_offset;
+  layout.up_offset = up_offset;
+  layout.down_offset = down_offset;
+  return layout;
+}
+
+std::shared_ptr<ExpertStore> make_store(std::vector<std::shared_ptr<SharedSegment>> segments,
+                                        std::vector<RecordLayout> layouts, std::vector<std::int32_t> layer_layout,
+                                        const py::object& record_segment, const py::object& record_offset) {
+  for (const auto& segment : segments) require(segment != nullptr, "segments must not hold None");
+  const auto segment_view = view_array<const std::int32_t>(record_segment, "record_segment", 2);
+  const auto offset_view = view_array<const std::int64_t>(record_offset, "record_offset", 2);
+  check_extent("record_segment", 0, segment_view.shape[0], static_cast<std::int64_t>(layer_layout.size()));
+  check_extent("record_offset", 0, offset_view.shape[0], segment_view.shape[0]);
+  check_extent("record_offset", 1, offset_view.shape[1], segment_view.shape[1]);
+  return std::make_shared<ExpertStore>(
+      std::move(segments), std::move(layouts), std::move(layer_layout),
+      std::vector<std::int32_t>(segment_view.data, segment_view.data + segment_view.size),
+      std::vector<std::int64_t>(offset_view.data, offset_view.data + offset_view.size));
+}
+
+void expert_ffn(WorkerPool& pool, const ExpertStore& store, int layer, const py::object& hidden, const py::object& ids,
+                const py::object& weights, const py::object& out, bool deterministic) {
+  require(layer >= 0 && layer < store.num_layers(), "layer must be 0.." + std::to_string(store.num_layers() - 1) +
+                                                        ", got " + std::to_string(layer));
+  const RecordLayout& layout = store.layout(layer);
+  const auto hidden_view = view_array<const float>(hidden, "hidden", 2);
+  const auto ids_view = view_array<const std::int32_t>(ids, "ids", 2);
+  const auto weights_view = view_array<const float>(weights, "weights", 2);
+  const auto out_view = view_array<float>(out, "out", 2);
+  const std::int64_t tokens = hidden_view.shape[0];
+  const std::int64_t top_k = ids_view.shape[1];
+  check_extent("hidden", 1, hidden_view.shape[1], layout.hidden);
+  check_extent("ids", 0, ids_view.shape[0], tokens);
+  check_extent("weights", 0, weights_view.shape[0], tokens);
+  check_extent("weights", 1, weights_view.shape[1], top_k);
+  check_extent("out", 0, out_view.shape[0], tokens);
+  check_extent("out", 1, out_view.shape[1], layout.hidden);
+
+  // Counting sort of the routes by expert.
+  const std::int64_t num_routes = tokens * top_k;
+  std::vector<std::int32_t> starts(store.num_experts() + 1, 0);
+  std::vector<std::uint8_t> selected(num_routes, 0);
+  for (std::int64_t r = 0; r < num_routes; ++r) {
+    const std::int32_t id = ids_view.data[r];
+    require(id >= -1 && id < store.num_experts(), "ids must be -1.." + std::to_string(store.num_experts() - 1) +
+                                                      ", got " + std::to_string(id));
+    if (id < 0) continue;
+    starts[id + 1] += 1;
+    selected[r] = 1;
+  }
+  for (int e = 0; e < store.num_experts(); ++e) starts[e + 1] += starts[e];
+  std::vector<std::int32_t> routes(starts.back());
+  std::vector<std::int32_t> next(starts.begin(), starts.end() - 1);
+  for (std::int64_t r = 0; r < num_routes; ++r) {
+    if (selected[r] != 0) routes[next[ids_view.data[r]]++] = static_cast<std::int32_t>(r);
+  }
+  std::vector<ExpertJob> jobs;
+  for (int e = 0; e < store.num_experts(); ++e) {
+    if (starts[e + 1] == starts[e]) continue;
+    jobs.push_back({store.record(layer, e), &layout, routes.data() + starts[e], starts[e + 1] - starts[e]});
+  }
+
+  const py::gil_scoped_release release;
+  const std::unique_ptr<float[]> route_out(new float[std::max<std::int64_t>(num_routes * layout.hidden, 1)]);
+  ExpertBatch batch;
+  batch.hidden = hidden_view.data;
+  batch.weights = weights_view.data;
+  batch.route_out = route_out.get();
+  batch.num_tokens = static_cast<std::int32_t>(tokens);
+  batch.top_k = static_cast<std::int32_t>(top_k);
+  batch.hidden_size = layout.hidden;
+  run_expert_jobs(pool, jobs, batch, deterministic);
+  combine_routes(pool, batch, selected.data(), false, out_view.data);
+}
+
+}  // namespace
+
+void bind_experts(py::module_& m) {
+  py::class_<RecordLayout>(m, "NativeLayout", py::is_final())
+      .def(py::init(&make_layout), py::arg("dtype"), py::arg("hidden"), py::arg("intermediate"),
+           py::arg("tile_columns"), py::arg("num_tiles"), py::arg("tile_stride_bytes"), py::arg("stride_bytes"),
+           py::arg("gate_offset"), py::arg("up_offset"), py::arg("down_offset"));
+
+  py::class_<ExpertStore, std::shared_ptr<ExpertStore>>(m, "ExpertStore", py::is_final())
+      .def(py::init(&make_store), py::arg("segments"), py::arg("layouts"), py::arg("layer_layout"),
+           py::arg("record_segment"), py::arg("record_offset"))
+      .def_property_readonly("num_layers", &ExpertStore::num_layers)
+      .def_property_readonly("num_experts", &ExpertStore::num_experts);
+
+  m.def("expert_ffn", &expert_ffn, py::arg("pool"), py::arg("store"), py::arg("layer"), py::arg("hidden"),
+        py::arg("ids"), py::arg("weights"), py::arg("out"), py::arg("deterministic") = false);
+}
 
 }  // namespace ft

@@ -1,0 +1,98 @@
+#include "shared_segment.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <stdexcept>
+#include <system_error>
+
+#ifndef MFD_NOEXEC_SEAL
+#define MFD_NOEXEC_SEAL 0x0008U
+#endif
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace ft {
+namespace {
+
+[[noreturn]] void throw_errno(int error, const std::string& what) {
+  throw std::system_error(error, std::generic_category(), what);
+}
+
+// Kernels before 6.3 reject the flag; the file then stays executable, which nothing depends on.
+int create_memfd(const char* name) {
+  const int fd = memfd_create(name, MFD_CLOEXEC | MFD_NOEXEC_SEAL);
+  if (fd < 0 && errno == EINVAL) return memfd_create(name, MFD_CLOEXEC);
+  return fd;
+}
+
+std::byte* map_shared(int fd, std::size_t size_bytes) {
+  void* address = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (address == MAP_FAILED) return nullptr;
+  // Where the administrator set shmem huge pages to "advise", this saves most of the TLB misses; elsewhere it is a no-op.
+  madvise(address, size_bytes, MADV_HUGEPAGE);
+  return static_cast<std::byte*>(address);
+}
+
+}  // namespace
+
+std::shared_ptr<SharedSegment> SharedSegment::create(const std::string& name, std::size_t size_bytes) {
+  if (size_bytes == 0) throw std::invalid_argument("size_bytes must be at least 1, got 0");
+  const int fd = create_memfd(name.c_str());
+  if (fd < 0) throw_errno(errno, "memfd_create " + name);
+  std::byte* data = nullptr;
+  if (ftruncate(fd, static_cast<off_t>(size_bytes)) != 0 || (data = map_shared(fd, size_bytes)) == nullptr) {
+    const int error = errno;
+    ::close(fd);
+    throw_errno(error, "segment " + name + " of " + std::to_string(size_bytes) + " bytes");
+  }
+  return std::shared_ptr<SharedSegment>(new SharedSegment(fd, data, size_bytes, name));
+}
+
+std::shared_ptr<SharedSegment> SharedSegment::attach(int fd, std::size_t size_bytes, const std::string& name) {
+  if (size_bytes == 0) throw std::invalid_argument("size_bytes must be at least 1, got 0");
+  const int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+  if (own < 0) throw_errno(errno, "segment " + name + ": cannot duplicate descriptor " + std::to_string(fd));
+  struct stat status = {};
+  int error = 0;
+  std::byte* data = nullptr;
+  if (fstat(own, &status) != 0) {
+    error = errno;
+  } else if (static_cast<std::uint64_t>(status.st_size) < size_bytes) {
+    ::close(own);
+    throw_errno(EINVAL, "segment " + name + ": file has " + std::to_string(status.st_size) + " bytes, expected " +
+                            std::to_string(size_bytes));
+  } else if ((data = map_shared(own, size_bytes)) == nullptr) {
+    error = errno;
+  }
+  if (error != 0) {
+    ::close(own);
+    throw_errno(error, "segment " + name + " of " + std::to_string(size_bytes) + " bytes");
+  }
+  return std::shared_ptr<SharedSegment>(new SharedSegment(own, data, size_bytes, name));
+}
+
+SharedSegment::~SharedSegment() {
+  munmap(data_, size_bytes_);
+  ::close(fd_);
+}
+
+void SharedSegment::populate() {
+  // fallocate reserves the pages or fails; without it a full tmpfs shows as SIGBUS at the first touch.
+  const int error = posix_fallocate(fd_, 0, static_cast<off_t>(size_bytes_));
+  if (error != 0) throw_errno(error, "segment " + name_ + " of " + std::to_string(size_bytes_) + " bytes");
+  if (madvise(data_, size_bytes_, MADV_POPULATE_WRITE) == 0) return;
+  if (errno != EINVAL) throw_errno(errno, "segment " + name_ + " of " + std::to_string(size_bytes_) + " bytes");
+  // Kernels before 5.14: the pages exist already, so reading one byte of each maps it.
+  const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  for (std::size_t offset = 0; offset < size_bytes_; offset += page) {
+    static_cast<void>(*reinterpret_cast<volatile std::byte*>(data_ + offset));
+  }
+}
+
+}  // namespace ft
