@@ -27,6 +27,9 @@ class ServerConfig(_Section):
     max_tokens_default: int | None = Field(
         None, ge=1, description="max_tokens of requests that name none; unset means up to the context length."
     )
+    clamp_max_tokens: bool = Field(
+        False, description="Lower a max_tokens that does not fit the context instead of refusing the request."
+    )
 
 
 class SchedulerConfig(_Section):
