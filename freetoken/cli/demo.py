@@ -10,23 +10,18 @@ import argparse
 import http.client
 import json
 import os
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.table import Table
 
+from freetoken.cli.process import EngineProcess, LaunchFailedError
 from freetoken.units import format_bytes
 
 QUESTION = "What is the capital of France, and what is it known for?"
-READY_TIMEOUT_S = 600.0
 REQUEST_TIMEOUT_S = 300.0
 
 
@@ -44,37 +39,25 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status: 0 when the model answered."""
     console = Console()
-    with tempfile.TemporaryDirectory(prefix="freetoken-demo-") as directory:
-        ready = Path(directory) / "ready.json"
-        log = Path(directory) / "launch.log"
-        command = [sys.executable, "-m", "freetoken.cli.main", "launch", args.model, "--profile", args.profile]
-        command += ["--runtime", args.runtime, "--ready-file", str(ready), "--set", "server.port=0"]
-        for setting in args.settings:
-            command += ["--set", setting]
-        console.print(f"[dim]$ freetoken {' '.join(command[3:])}[/dim]")
-        started = time.monotonic()
-        with log.open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            url = _wait_until_ready(process, ready, console)
-            if url is None:
-                sys.stdout.write(log.read_text(errors="replace"))
-                console.print("[red]the engine did not become ready; its output is above[/red]")
-                return 1
-            console.print(f"ready after {time.monotonic() - started:.1f} s at {url}\n")
-            return _converse(url, args.question, args.max_tokens, console)
-        finally:
-            _stop(process, console)
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], ready: Path, console: Console) -> str | None:
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    with console.status("converting, loading and starting the actors"):
-        while time.monotonic() < deadline and process.poll() is None:
-            if ready.exists():
-                return str(json.loads(ready.read_text())["url"])
-            time.sleep(0.1)
-    return None
+    arguments = ["--profile", args.profile, "--runtime", args.runtime, "--set", "server.port=0"]
+    for setting in args.settings:
+        arguments += ["--set", setting]
+    console.print(f"[dim]$ freetoken launch {args.model} {' '.join(arguments)}[/dim]")
+    started = time.monotonic()
+    engine = EngineProcess(args.model, *arguments)
+    try:
+        with console.status("converting, loading and starting the actors"):
+            engine.__enter__()
+    except LaunchFailedError as error:
+        console.print(str(error), markup=False, highlight=False)
+        return 1
+    try:
+        console.print(f"ready after {time.monotonic() - started:.1f} s at {engine.url}\n")
+        return _converse(engine.url, args.question, args.max_tokens, console)
+    finally:
+        engine.__exit__(None, None, None)
+        if not engine.stopped_cleanly:
+            console.print("[yellow]the engine did not stop in order[/yellow]")
 
 
 def _converse(url: str, question: str, max_tokens: int, console: Console) -> int:
@@ -154,14 +137,3 @@ def _stream(url: str, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any
                 yield json.loads(text[len("data: ") :])
     finally:
         connection.close()
-
-
-def _stop(process: subprocess.Popen[bytes], console: Console) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            console.print("[yellow]the engine did not stop within 60 s and was killed[/yellow]")
