@@ -1,0 +1,147 @@
+#include "cache_server.h"
+
+#include <pthread.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace ft {
+namespace {
+
+double checked_fraction(double fraction) {
+  if (!(fraction >= 0.0 && fraction <= 1.0)) {
+    throw std::invalid_argument("cache server: fetch_fraction " + std::to_string(fraction) + " is not in 0..1");
+  }
+  return fraction;
+}
+
+}  // namespace
+
+CacheServer::CacheServer(std::shared_ptr<Mailbox> mailbox, std::shared_ptr<SlotTable> slots, double fetch_fraction,
+                         bool in_place, int spin_us, std::vector<std::int64_t> record_bytes)
+    : mailbox_(std::move(mailbox)),
+      slots_(std::move(slots)),
+      fetch_fraction_(checked_fraction(fetch_fraction)),
+      in_place_(in_place),
+      spin_us_(spin_us),
+      record_bytes_(std::move(record_bytes)),
+      planner_(mailbox_->geometry(), mailbox_->max_entries()),
+      layers_(static_cast<std::size_t>(mailbox_->geometry().num_layers) * 3) {
+  const MailboxGeometry& g = mailbox_->geometry();
+  if (slots_->num_layers() != static_cast<int>(g.num_layers) ||
+      slots_->num_experts() != static_cast<int>(g.num_experts)) {
+    throw std::invalid_argument("cache server: the slot table is for " + std::to_string(slots_->num_layers()) +
+                                " layers of " + std::to_string(slots_->num_experts()) + " experts, the mailbox for " +
+                                std::to_string(g.num_layers) + " of " + std::to_string(g.num_experts));
+  }
+  if (record_bytes_.size() != g.num_layers) {
+    throw std::invalid_argument("cache server: record_bytes has " + std::to_string(record_bytes_.size()) +
+                                " entries for " + std::to_string(g.num_layers) + " layers");
+  }
+  if (spin_us < 0) throw std::invalid_argument("cache server: spin_us " + std::to_string(spin_us) + " is negative");
+}
+
+CacheServer::~CacheServer() { stop(); }
+
+void CacheServer::start() {
+  std::lock_guard lock(lifecycle_);
+  if (started_) throw std::logic_error("cache server: started before");
+  slots_->acquire_owner();
+  started_ = true;
+  resident_.set(slots_->num_resident());
+  in_flight_.set(slots_->num_in_flight());
+  thread_ = std::thread([this] { serve(); });
+}
+
+void CacheServer::stop() {
+  std::lock_guard lock(lifecycle_);
+  if (!thread_.joinable()) return;
+  stopping_.store(true, std::memory_order_seq_cst);
+  mailbox_->req().bell.ring();
+  thread_.join();
+  if (mailbox_->req().load() != mailbox_->plan().load()) mailbox_->abort();
+  slots_->invalidate_in_flight();
+  in_flight_.set(0);
+  slots_->release_owner();
+}
+
+void CacheServer::set_fetch_fraction(double fraction) {
+  fetch_fraction_.store(checked_fraction(fraction), std::memory_order_relaxed);
+}
+
+void CacheServer::serve() {
+  pthread_setname_np(pthread_self(), "ft-cache");
+  std::uint32_t answered = mailbox_->plan().load();
+  const auto ready = [&] {
+    return mailbox_->req().load() != answered || mailbox_->aborted() || stopping_.load(std::memory_order_seq_cst);
+  };
+  for (;;) {
+    mailbox_->req().bell.wait(ready, spin_us_, -1);
+    if (mailbox_->aborted() || stopping_.load(std::memory_order_seq_cst)) return;
+    answered = mailbox_->req().load();
+    if (!answer(answered)) return;
+  }
+}
+
+// False after a fault; the mailbox is aborted then.
+bool CacheServer::answer(std::uint32_t seq) {
+  const RequestHeader request = mailbox_->request();
+  PlanHeader& header = mailbox_->plan_header();
+  const PublishView publish{static_cast<int>(request.layer), static_cast<int>(request.num_tokens),
+                            static_cast<int>(request.top_k), mailbox_->ids(), mailbox_->admit()};
+  if (request.seq != seq || !planner_.plan(publish, *slots_, fetch_fraction_.load(std::memory_order_relaxed), in_place_,
+                                           header, mailbox_->entries(), mailbox_->routes())) {
+    mailbox_->abort(AbortReason::kBadPublish);
+    return false;
+  }
+  header.seq = seq;
+  // The client may publish again, and so overwrite the request, as soon as it has the plan: nothing of it is read
+  // below.
+  const PlanHeader plan = header;
+  count(publish.layer, plan);
+  mailbox_->plan().publish(seq);
+  if (plan.num_cpu == 0) return true;
+  CpuShare share{};
+  share.step_id = request.step_id;
+  share.seq = seq;
+  share.layer = request.layer;
+  share.num_tokens = request.num_tokens;
+  share.top_k = request.top_k;
+  share.flags = request.flags;
+  share.first_entry = plan.num_hits + plan.num_fetches;
+  share.num_entries = plan.num_cpu;
+  if (!mailbox_->ring().try_push(share)) {  // shares are taken one by one: a full ring means nobody takes any
+    mailbox_->abort(AbortReason::kPartialLate);
+    return false;
+  }
+  return true;
+}
+
+void CacheServer::count(int layer, const PlanHeader& plan) {
+  hits_.add(plan.num_hits);
+  fetches_.add(plan.num_fetches);
+  cpu_.add(plan.num_cpu);
+  admitted_.add(plan.num_admitted);
+  evicted_.add(plan.num_evicted);
+  fetched_bytes_.add(plan.num_fetches * record_bytes_[layer]);
+  cpu_bytes_.add(plan.num_cpu * record_bytes_[layer]);
+  publishes_.add(1);
+  resident_.set(slots_->num_resident());
+  in_flight_.set(slots_->num_in_flight());
+  layers_[layer * 3].add(plan.num_hits);
+  layers_[layer * 3 + 1].add(plan.num_fetches);
+  layers_[layer * 3 + 2].add(plan.num_cpu);
+}
+
+CacheCounters CacheServer::counters() const {
+  return CacheCounters{hits_.get(),          fetches_.get(),   cpu_.get(),       admitted_.get(), evicted_.get(),
+                       fetched_bytes_.get(), cpu_bytes_.get(), publishes_.get(), resident_.get(), in_flight_.get()};
+}
+
+std::vector<std::int64_t> CacheServer::layer_counters() const {
+  std::vector<std::int64_t> counts(layers_.size());
+  for (std::size_t i = 0; i < layers_.size(); ++i) counts[i] = layers_[i].get();
+  return counts;
+}
+
+}  // namespace ft

@@ -1,0 +1,74 @@
+// ExpertCache's thread: answers every publish with a plan and hands the CPU share on.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "layer_planner.h"
+#include "mailbox.h"
+#include "slot_table.h"
+
+namespace ft {
+
+struct CacheCounters {
+  std::int64_t hits = 0, fetches = 0, cpu = 0, admitted = 0, evicted = 0;
+  std::int64_t fetched_bytes = 0, cpu_bytes = 0;
+  std::int64_t publishes = 0, resident = 0, in_flight = 0;
+};
+
+class CacheServer {
+ public:
+  // record_bytes: by layer. Throws std::invalid_argument when sizes of the parts do not match, fraction is not in
+  // [0, 1], or the slot table already belongs to a server.
+  CacheServer(std::shared_ptr<Mailbox> mailbox, std::shared_ptr<SlotTable> slots, double fetch_fraction, bool in_place,
+              int spin_us, std::vector<std::int64_t> record_bytes);
+  ~CacheServer();
+  CacheServer(const CacheServer&) = delete;
+  CacheServer& operator=(const CacheServer&) = delete;
+
+  // Once; throws std::logic_error afterwards. From here to stop() the thread owns the slot table.
+  void start();
+  // Idempotent, from any thread. Aborts the mailbox when a publish is unanswered; slots in flight become free.
+  void stop();
+
+  void set_fetch_fraction(double fraction);
+  // Any thread, any time. Cumulative but for resident and in_flight.
+  CacheCounters counters() const;
+  // [num_layers, 3]: hits, fetches, cpu.
+  std::vector<std::int64_t> layer_counters() const;
+
+ private:
+  void serve();
+  bool answer(std::uint32_t seq);
+  void count(int layer, const PlanHeader& header);
+
+  // One writer (the server thread); relaxed, because each figure stands alone.
+  struct Counter {
+    std::atomic<std::int64_t> value{0};
+    void add(std::int64_t n) { value.store(value.load(std::memory_order_relaxed) + n, std::memory_order_relaxed); }
+    void set(std::int64_t n) { value.store(n, std::memory_order_relaxed); }
+    std::int64_t get() const { return value.load(std::memory_order_relaxed); }
+  };
+
+  std::shared_ptr<Mailbox> mailbox_;
+  std::shared_ptr<SlotTable> slots_;
+  std::atomic<double> fetch_fraction_;
+  const bool in_place_;
+  const int spin_us_;
+  const std::vector<std::int64_t> record_bytes_;
+  LayerPlanner planner_;
+
+  Counter hits_, fetches_, cpu_, admitted_, evicted_, fetched_bytes_, cpu_bytes_, publishes_, resident_, in_flight_;
+  std::vector<Counter> layers_;
+
+  std::mutex lifecycle_;
+  bool started_ = false;
+  std::atomic<bool> stopping_{false};
+  std::thread thread_;
+};
+
+}  // namespace ft

@@ -1,0 +1,121 @@
+#include "layer_planner.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace ft {
+
+int plan_num_fetches(double fraction, int misses) {
+  return std::clamp(static_cast<int>(std::round(fraction * misses)), 0, misses);
+}
+
+LayerPlanner::LayerPlanner(const MailboxGeometry& geometry, std::uint32_t max_entries) : geometry_(geometry) {
+  uses_.reserve(max_entries);
+  num_routes_.reserve(max_entries);
+  misses_.reserve(max_entries);
+  scores_.reserve(max_entries);
+  next_route_.reserve(max_entries);
+  use_of_expert_.assign(geometry.num_experts, -1);
+}
+
+bool LayerPlanner::collect(const PublishView& p) {
+  uses_.clear();
+  num_routes_.clear();
+  num_admitting_tokens_ = 0;
+  total_routes_ = 0;
+  bool valid = true;
+  for (int t = 0; t < p.num_tokens && valid; ++t) {
+    const bool admits = p.admit[t] != 0;
+    bool is_padding = true;
+    for (int k = 0; k < p.top_k; ++k) {
+      const std::int32_t expert = p.ids[t * p.top_k + k];
+      if (expert == -1) continue;
+      if (expert < 0 || expert >= static_cast<std::int32_t>(geometry_.num_experts)) {
+        valid = false;
+        break;
+      }
+      is_padding = false;
+      std::int32_t& use = use_of_expert_[expert];
+      if (use < 0) {
+        use = static_cast<std::int32_t>(uses_.size());
+        uses_.push_back(ExpertUse{.expert = expert});
+        num_routes_.push_back(0);
+      }
+      ++num_routes_[use];
+      uses_[use].tokens += admits;
+      ++total_routes_;
+    }
+    num_admitting_tokens_ += admits && !is_padding;
+  }
+  if (!valid) {
+    for (const ExpertUse& use : uses_) use_of_expert_[use.expert] = -1;
+  }
+  return valid;
+}
+
+// The best first: those are the ones worth a slot. Ties go to more routes, then to the earlier one.
+void LayerPlanner::order_misses(const PublishView& p, const SlotTable& slots) {
+  scores_.resize(uses_.size());
+  for (const std::int32_t i : misses_) scores_[i] = slots.score(p.layer, uses_[i].expert);
+  std::sort(misses_.begin(), misses_.end(), [this](std::int32_t a, std::int32_t b) {
+    if (scores_[a] != scores_[b]) return scores_[a] > scores_[b];
+    if (num_routes_[a] != num_routes_[b]) return num_routes_[a] > num_routes_[b];
+    return a < b;
+  });
+}
+
+bool LayerPlanner::plan(const PublishView& p, SlotTable& slots, double fetch_fraction, bool in_place,
+                        PlanHeader& header, PlanEntry* entries, std::int32_t* routes) {
+  if (p.layer < 0 || p.layer >= static_cast<int>(geometry_.num_layers) || p.num_tokens < 0 ||
+      p.num_tokens > static_cast<int>(geometry_.max_tokens) || p.top_k < 1 ||
+      p.top_k > static_cast<int>(geometry_.top_k) || !collect(p)) {
+    return false;
+  }
+  const std::int64_t evicted_before = slots.evicted_total();
+  misses_.clear();
+  int num_fetches = 0;
+  header.num_admitted = 0;
+  if (!in_place) {
+    slots.begin_publish(p.layer, uses_, num_admitting_tokens_);
+    for (std::size_t i = 0; i < uses_.size(); ++i) {
+      if (uses_[i].slot < 0) misses_.push_back(static_cast<std::int32_t>(i));
+    }
+    order_misses(p, slots);
+    num_fetches = plan_num_fetches(fetch_fraction, static_cast<int>(misses_.size()));
+    for (int i = 0; i < num_fetches; ++i) {
+      ExpertUse& use = uses_[misses_[i]];
+      slots.admit(p.layer, use);
+      header.num_admitted += use.destination >= 0;
+    }
+    slots.end_publish(p.layer, uses_);
+  }
+  header.num_hits = static_cast<std::uint32_t>(uses_.size() - misses_.size());
+  header.num_fetches = static_cast<std::uint32_t>(num_fetches);
+  header.num_cpu = static_cast<std::uint32_t>(misses_.size()) - header.num_fetches;
+  header.num_routes = static_cast<std::uint32_t>(total_routes_);
+  header.num_evicted = static_cast<std::uint32_t>(slots.evicted_total() - evicted_before);
+
+  next_route_.resize(uses_.size());
+  std::int32_t first_route = 0;
+  std::int32_t num_written = 0;
+  const auto write = [&](std::int32_t i, EntryKind kind) {
+    entries[num_written++] =
+        PlanEntry{uses_[i].expert, kind, uses_[i].slot, uses_[i].destination, first_route, num_routes_[i], {0, 0}};
+    next_route_[i] = first_route;
+    first_route += num_routes_[i];
+  };
+  for (std::size_t i = 0; i < uses_.size(); ++i) {
+    if (in_place || uses_[i].slot >= 0) write(static_cast<std::int32_t>(i), EntryKind::kHit);
+  }
+  for (std::size_t m = 0; m < misses_.size(); ++m) {
+    write(misses_[m], static_cast<int>(m) < num_fetches ? EntryKind::kFetch : EntryKind::kCpu);
+  }
+  const std::int32_t num_ids = p.num_tokens * p.top_k;
+  for (std::int32_t route = 0; route < num_ids; ++route) {
+    if (p.ids[route] >= 0) routes[next_route_[use_of_expert_[p.ids[route]]]++] = route;
+  }
+  for (const ExpertUse& use : uses_) use_of_expert_[use.expert] = -1;
+  return true;
+}
+
+}  // namespace ft

@@ -1,0 +1,49 @@
+// From one publish to one plan: group routes by expert, look up, split the misses, choose slots.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "mailbox.h"
+#include "slot_table.h"
+
+namespace ft {
+
+// How many of `misses` the device fetches: fraction * misses, rounded half away from zero.
+int plan_num_fetches(double fraction, int misses);
+
+// The payload of one publish. ids holds num_tokens * top_k entries of -1 (padding) or 0..num_experts - 1.
+struct PublishView {
+  int layer = 0;
+  int num_tokens = 0;
+  int top_k = 0;
+  const std::int32_t* ids = nullptr;
+  const std::uint8_t* admit = nullptr;
+};
+
+// Not thread-safe; allocates in its constructor only.
+class LayerPlanner {
+ public:
+  LayerPlanner(const MailboxGeometry& geometry, std::uint32_t max_entries);
+
+  // Fills header (but for seq), entries and routes. in_place: all experts are hits in the store and `slots` is not
+  // touched. False, with nothing changed, when a value of the publish is out of range.
+  bool plan(const PublishView& publish, SlotTable& slots, double fetch_fraction, bool in_place, PlanHeader& header,
+            PlanEntry* entries, std::int32_t* routes);
+
+ private:
+  bool collect(const PublishView& publish);
+  void order_misses(const PublishView& publish, const SlotTable& slots);
+
+  MailboxGeometry geometry_;
+  std::vector<ExpertUse> uses_;              // distinct experts in order of appearance
+  std::vector<std::int32_t> num_routes_;     // by use
+  std::vector<std::int32_t> use_of_expert_;  // by expert; -1 between publishes
+  std::vector<std::int32_t> misses_;         // indices into uses_
+  std::vector<double> scores_;               // by use
+  std::vector<std::int32_t> next_route_;     // by use: where its next route goes
+  std::int32_t num_admitting_tokens_ = 0;
+  std::int32_t total_routes_ = 0;
+};
+
+}  // namespace ft

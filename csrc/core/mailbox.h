@@ -1,0 +1,186 @@
+// The per-layer hand-off between GpuExecutor (client), ExpertCache (planner) and CpuExecutor, in one shared segment.
+//
+// Layout of the segment; every offset is in the header and a multiple of 128, so that a GPU kernel can address the
+// registered memory with the header alone. All numbers are little-endian. T, K, H, E, D: max_tokens, top_k, hidden,
+// num_experts, max_entries = min(E, T * K).
+//
+//   region       type                      written by   holds
+//   header       MailboxHeader             creator      geometry and the offsets below
+//   req          Word                      client       number of the latest publish
+//   plan         Word                      ExpertCache  number of the latest publish that has a plan
+//   part         Word                      CpuExecutor  number of the latest publish whose CPU share is done
+//   abort        u32 on its own line       anyone       0, or an AbortReason, once and for all
+//   request      RequestHeader             client       what this publish is
+//   hidden       f32 [T, H]                client       hidden rows
+//   ids          i32 [T, K]                client       expert ids; -1 in padded rows
+//   weights      f32 [T, K]                client       routing weights
+//   admit        u8  [T]                   client       1: the token scores its experts and may fill slots
+//   plan_header  PlanHeader                ExpertCache  counts
+//   entries      PlanEntry [D]             ExpertCache  distinct experts: hits, then fetches, then CPU
+//   routes       i32 [T * K]               ExpertCache  route indices t * K + k, grouped by entry
+//   ring         Ring<CpuShare>            ExpertCache  -> CpuExecutor
+//   partial      f32 [T * K, H]            CpuExecutor  [T, H] sums of the CPU share, or with kDeterministic one row
+//                                                       per route (a CPU client puts its own rows beside them)
+//
+// T and K in index arithmetic are those of the request header, not the maxima. One publish is outstanding at a time:
+// the client publishes again only after it has seen `plan`, and `part` where the plan has a CPU share. Sequence
+// numbers are compared for equality only, so they may wrap.
+#pragma once
+
+#include <memory>
+
+#include "futex.h"
+#include "ring.h"
+#include "shared_segment.h"
+
+namespace ft {
+
+inline constexpr char kMailboxMagic[8] = {'F', 'T', 'M', 'A', 'I', 'L', 'B', 'X'};
+inline constexpr std::uint32_t kMailboxVersion = 1;
+inline constexpr std::uint32_t kRingCapacity = 16;
+
+struct MailboxGeometry {
+  std::uint32_t max_tokens = 0;
+  std::uint32_t top_k = 0;
+  std::uint32_t hidden = 0;
+  std::uint32_t num_layers = 0;
+  std::uint32_t num_experts = 0;
+};
+
+// Byte offsets from the start of the segment.
+struct MailboxOffsets {
+  std::uint64_t req = 0, plan = 0, part = 0, abort = 0;
+  std::uint64_t request = 0, hidden = 0, ids = 0, weights = 0, admit = 0;
+  std::uint64_t plan_header = 0, entries = 0, routes = 0, ring = 0, partial = 0;
+  std::uint64_t total_bytes = 0;
+};
+
+struct MailboxHeader {
+  char magic[8];
+  std::uint32_t version;
+  std::uint32_t header_bytes;
+  std::int64_t epoch;
+  MailboxGeometry geometry;
+  std::uint32_t max_entries;
+  MailboxOffsets offsets;
+};
+
+enum RequestFlags : std::uint32_t { kDeterministic = 1 };
+
+struct RequestHeader {
+  std::uint32_t seq;
+  std::uint32_t layer;
+  std::uint64_t step_id;
+  std::uint32_t num_tokens;
+  std::uint32_t top_k;
+  std::uint32_t flags;
+};
+
+enum class EntryKind : std::int32_t { kHit = 0, kFetch = 1, kCpu = 2 };
+
+struct PlanEntry {
+  std::int32_t expert;
+  EntryKind kind;
+  std::int32_t source_slot;       // -1: read the store
+  std::int32_t destination_slot;  // -1: not admitted
+  std::int32_t first_route;
+  std::int32_t num_routes;
+  std::int32_t reserved[2];
+};
+static_assert(sizeof(PlanEntry) == 32);
+
+struct PlanHeader {
+  std::uint32_t seq;
+  std::uint32_t num_hits;
+  std::uint32_t num_fetches;
+  std::uint32_t num_cpu;
+  std::uint32_t num_routes;
+  std::uint32_t num_admitted;
+  std::uint32_t num_evicted;
+
+  std::uint32_t num_entries() const { return num_hits + num_fetches + num_cpu; }
+};
+
+// The CPU share of one publish: entries [first_entry, first_entry + num_entries) of its plan.
+struct CpuShare {
+  std::uint64_t step_id;
+  std::uint32_t seq;
+  std::uint32_t layer;
+  std::uint32_t num_tokens;
+  std::uint32_t top_k;
+  std::uint32_t flags;
+  std::uint32_t first_entry;
+  std::uint32_t num_entries;
+  std::uint32_t reserved[7];
+};
+static_assert(sizeof(CpuShare) == kRingEntryBytes);
+
+// Whether an entry names an expert of the model and existing routes; false only when the segment was damaged.
+bool is_sound(const PlanEntry& entry, const std::int32_t* routes, std::int32_t num_experts, std::int64_t num_routes);
+
+enum class AbortReason : std::uint32_t {
+  kNone = 0,
+  kRequested = 1,
+  kBadPublish = 2,
+  kPlanLate = 3,
+  kPartialLate = 4,
+  kClientFailed = 5,
+  kCacheFailed = 6,
+  kCpuFailed = 7,
+};
+const char* abort_reason_text(AbortReason reason);
+
+// Thread-safe as far as the protocol goes; each word and payload has the one writer named above.
+class Mailbox {
+ public:
+  // Throws std::invalid_argument naming a geometry value out of range.
+  static std::size_t required_bytes(const MailboxGeometry& geometry);
+  // Formats the segment. Every word starts at first_seq. Throws std::invalid_argument when the segment is too small.
+  static std::shared_ptr<Mailbox> create(std::shared_ptr<SharedSegment> segment, std::int64_t epoch,
+                                         const MailboxGeometry& geometry, std::uint32_t first_seq = 0);
+  // Throws std::invalid_argument when the segment holds no mailbox of this version.
+  static std::shared_ptr<Mailbox> attach(std::shared_ptr<SharedSegment> segment);
+
+  std::int64_t epoch() const { return header_->epoch; }
+  const MailboxGeometry& geometry() const { return geometry_; }
+  std::uint32_t max_entries() const { return max_entries_; }
+
+  // The first reason stays. Wakes everyone; all present and future waits fall through.
+  void abort(AbortReason reason = AbortReason::kRequested);
+  AbortReason abort_reason() const { return static_cast<AbortReason>(abort_->load(std::memory_order_seq_cst)); }
+  bool aborted() const { return abort_reason() != AbortReason::kNone; }
+
+  Word& req() { return *at<Word>(offsets_.req); }
+  Word& plan() { return *at<Word>(offsets_.plan); }
+  Word& part() { return *at<Word>(offsets_.part); }
+  Ring<CpuShare>& ring() { return ring_; }
+
+  RequestHeader& request() { return *at<RequestHeader>(offsets_.request); }
+  float* hidden() { return at<float>(offsets_.hidden); }
+  std::int32_t* ids() { return at<std::int32_t>(offsets_.ids); }
+  float* weights() { return at<float>(offsets_.weights); }
+  std::uint8_t* admit() { return at<std::uint8_t>(offsets_.admit); }
+  PlanHeader& plan_header() { return *at<PlanHeader>(offsets_.plan_header); }
+  PlanEntry* entries() { return at<PlanEntry>(offsets_.entries); }
+  std::int32_t* routes() { return at<std::int32_t>(offsets_.routes); }
+  float* partial() { return at<float>(offsets_.partial); }
+
+ private:
+  explicit Mailbox(std::shared_ptr<SharedSegment> segment);
+  template <class T>
+  T* at(std::uint64_t offset) const {
+    return reinterpret_cast<T*>(base_ + offset);
+  }
+
+  std::shared_ptr<SharedSegment> segment_;
+  std::byte* base_;
+  const MailboxHeader* header_;
+  // Copies: nothing another process does to the header later can move our pointers.
+  MailboxGeometry geometry_;
+  MailboxOffsets offsets_;
+  std::uint32_t max_entries_;
+  std::atomic<std::uint32_t>* abort_;
+  Ring<CpuShare> ring_;
+};
+
+}  // namespace ft
