@@ -15,8 +15,8 @@ Handler = Callable[[M, tuple[int, ...]], Awaitable[None] | None]
 class Endpoint(abc.ABC):
     """One actor's door. Messages between two endpoints keep their order; delivery is at most once.
 
-    The current epoch is stamped on every message. A receiver drops messages of an older epoch and holds those of a newer
-    one until its own ``connect`` to that epoch, so actors may be wired in any order.
+    The current epoch is stamped on every message. A receiver drops messages of an older epoch and holds those of a
+    newer one until its own ``connect`` to that epoch, so actors may be wired in any order.
     """
 
     name: ActorName

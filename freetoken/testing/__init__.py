@@ -1,0 +1,1 @@
+"""Fakes and helpers for tests, shipped with the package."""
