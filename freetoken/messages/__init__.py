@@ -5,6 +5,7 @@ holds a tensor or a pointer: bulk data lies in shared memory and messages carry 
 """
 
 from freetoken.messages.actors import ACTOR_NAMES, ActorName, ActorState, ActorStatus, Wiring
+from freetoken.messages.health import HealthState, HealthView
 from freetoken.messages.kv import (
     BlockCommit,
     BlockGrant,
@@ -50,6 +51,8 @@ __all__ = [
     "BlocksReserved",
     "ExpertCounters",
     "FinishReason",
+    "HealthState",
+    "HealthView",
     "KVStats",
     "LogprobEntry",
     "MailboxShared",
