@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding. ``kind`` is ``default``, ``linear``, ``dynamic``, ``llama3`` or ``yarn``; ``parameters`` are the
-    remaining numbers of the checkpoint's ``rope_parameters``/``rope_scaling``, by their own names."""
+    """Rotary embedding of the first ``rotary_dim`` dimensions. ``kind`` is ``default``, ``linear``, ``llama3``
+    or ``yarn``; ``parameters`` are the numbers that kind needs, by their names in ``rope_parameters``."""
 
     theta: float
     kind: str = "default"
@@ -18,8 +18,8 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class RouterSpec:
-    """How experts are chosen. ``scoring`` is ``softmax`` (over all experts before top-k). ``renormalize`` divides the chosen
-    weights by their sum; ``scaling`` multiplies them."""
+    """How experts are chosen. ``scoring`` is ``softmax`` (over all experts before top-k). ``renormalize`` divides the
+    chosen weights by their sum; ``scaling`` multiplies them."""
 
     num_experts: int
     num_experts_per_tok: int

@@ -1,0 +1,1 @@
+"""What GpuExecutor runs: arena, per-request state, batches, the forward pass on a device, sampling."""

@@ -1,0 +1,198 @@
+"""From logits to tokens.
+
+Order of operations for one row, as in the OpenAI-compatible engines that clients know: ``min_tokens`` masks end tokens,
+``logit_bias`` is added, repetition (prompt and output), frequency and presence (output) penalties apply; then greedy
+picks the largest logit, or the logits are divided by the temperature, cut by ``min_p``, ``top_k`` and ``top_p`` (of
+what ``top_k`` left), and one token is drawn.
+
+Every cut is a threshold on logits, so tokens equal to the last one kept are kept too and the outcome depends on values
+alone. Drawing is Gumbel-max with counter-based noise: a pure function of (seed, position, token id), so a token does
+not depend on batch, row order, chunking or preemption.
+
+Log-probabilities are those of the model: log-softmax of the *unmodified* logits (before bias, penalties, temperature).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from freetoken.execution.batch_state import RequestState
+from freetoken.messages import LogprobEntry, SamplingParams
+
+F32 = NDArray[np.float32]
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+# Uniforms have 32 bits and are never 0 or 1, so no draw of Gumbel noise exceeds this.
+_MAX_NOISE = -math.log(-math.log1p(-(2.0**-33)))
+# How far below the maximum (in units of the temperature) candidates for a cut are looked for first.
+_FIRST_MARGIN = 12.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One row's outcome: a token, or a ``failure`` (logits not finite, or an impossible bias)."""
+
+    token_id: int | None
+    logprob: LogprobEntry | None = None
+    failure: str | None = None
+
+
+def sample(logits: Tensor, states: Sequence[RequestState]) -> list[Sampled]:
+    """One token for each row of logits [S, V] float32, given the requests the rows belong to.
+
+    The token of state s is drawn for position ``len(s.tokens)``. Neither argument is changed.
+    """
+    if not states:
+        return []
+    # A sum is finite only if every term is, so one cheap reduction clears the usual case.
+    suspicious = ~torch.isfinite(logits.sum(dim=1))
+    finite = [True] * len(states)
+    if bool(suspicious.any()):
+        finite = torch.isfinite(logits).all(dim=1).tolist()
+    best = logits.argmax(dim=1).tolist()
+    rows: F32 = logits.numpy()
+    results = []
+    for index, state in enumerate(states):
+        if not finite[index]:
+            results.append(Sampled(None, failure=_describe_non_finite(rows[index])))
+            continue
+        params = state.sampling
+        row, top = rows[index], best[index]
+        if any(not 0 <= token < len(row) for token, _ in params.logit_bias):
+            results.append(Sampled(None, failure=f"logit_bias names a token outside the vocabulary of {len(row)}"))
+            continue
+        if _changes_logits(state):
+            row = _adjusted(row, state)
+            top = int(row.argmax())
+        token_id = top
+        if params.temperature != 0.0:
+            # Tiny temperatures send hopeless tokens to minus infinity, which is where they belong.
+            with np.errstate(over="ignore", under="ignore"):
+                token_id = _draw(row, top, params, state.seed, len(state.tokens))
+        entry = _logprob(logits[index], token_id, params.top_logprobs) if params.top_logprobs >= 0 else None
+        results.append(Sampled(token_id, entry))
+    return results
+
+
+def gumbel_noise(seed: int, position: int, token_ids: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Standard Gumbel noise for each token id, a pure function of the three arguments."""
+    key = _mix_int(_mix_int(seed & _MASK) ^ ((position + 1) * _GOLDEN & _MASK))
+    bits = token_ids.astype(np.uint64)
+    bits += np.uint64(1)
+    bits *= np.uint64(_GOLDEN)
+    bits += np.uint64(key)
+    _mix(bits)
+    uniform = ((bits >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32
+    np.log(uniform, out=uniform)
+    np.negative(uniform, out=uniform)
+    np.log(uniform, out=uniform)
+    return np.negative(uniform, out=uniform)
+
+
+def _mix_int(value: int) -> int:
+    # The finaliser of SplitMix64 (Steele, Lea, Flood 2014).
+    value = (value + _GOLDEN) & _MASK
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+    return value ^ (value >> 31)
+
+
+def _mix(bits: NDArray[np.uint64]) -> None:
+    bits ^= bits >> np.uint64(30)
+    bits *= np.uint64(0xBF58476D1CE4E5B9)
+    bits ^= bits >> np.uint64(27)
+    bits *= np.uint64(0x94D049BB133111EB)
+    bits ^= bits >> np.uint64(31)
+
+
+def _changes_logits(state: RequestState) -> bool:
+    params = state.sampling
+    return bool(
+        params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.logit_bias
+        or state.num_output < params.min_tokens
+    )
+
+
+def _adjusted(row: F32, state: RequestState) -> F32:
+    params = state.sampling
+    row = row.copy()
+    if params.logit_bias:
+        ids = np.fromiter((token for token, _ in params.logit_bias), dtype=np.int64)
+        np.add.at(row, ids, np.fromiter((bias for _, bias in params.logit_bias), dtype=np.float32))
+    if state.num_output < params.min_tokens:
+        row[[token for token in (*state.eos_token_ids, *params.stop_token_ids) if 0 <= token < len(row)]] = -np.inf
+    if params.repetition_penalty != 1.0:
+        ids = state.seen_ids()
+        seen = row[ids]
+        penalty = np.float32(params.repetition_penalty)
+        row[ids] = np.where(seen > 0, seen / penalty, seen * penalty)
+    if params.frequency_penalty or params.presence_penalty:
+        ids, counts = state.output_counts()
+        row[ids] -= np.float32(params.frequency_penalty) * counts + np.float32(params.presence_penalty)
+    return row
+
+
+def _draw(row: F32, top: int, params: SamplingParams, seed: int, position: int) -> int:
+    temperature = params.temperature
+    highest = float(row[top])
+    # No token below this can win: not even the largest noise lifts it above the most likely token's score.
+    noise = float(gumbel_noise(seed, position, np.array([top], dtype=np.int64))[0])
+    floor = highest - temperature * (_MAX_NOISE - noise)
+    cut = -math.inf
+    if params.min_p > 0.0:
+        cut = highest + temperature * math.log(params.min_p)
+    if 0 < params.top_k < len(row):
+        cut = max(cut, _kth_largest(row, params.top_k, highest, temperature))
+    if params.top_p < 1.0:
+        cut = max(cut, _nucleus_floor(row, cut, params.top_p, highest, temperature))
+    candidates = np.flatnonzero(row >= np.float32(max(cut, floor)))
+    if len(candidates) <= 1:
+        return top
+    scores = (row[candidates].astype(np.float64) - highest) / temperature
+    scores += gumbel_noise(seed, position, candidates)
+    return int(candidates[scores.argmax()])
+
+
+def _kth_largest(row: F32, k: int, highest: float, temperature: float) -> float:
+    near = row[row >= np.float32(highest - _FIRST_MARGIN * temperature)]
+    if len(near) < k:
+        near = row
+    return float(np.partition(near, len(near) - k)[len(near) - k])
+
+
+def _nucleus_floor(row: F32, cut: float, top_p: float, highest: float, temperature: float) -> float:
+    """The smallest logit of the shortest list of most likely tokens that holds ``top_p`` of the mass above ``cut``."""
+    kept = row if cut == -math.inf else row[row >= np.float32(cut)]
+    scale = np.float32(1.0 / max(temperature, 1e-30))
+    total = float(np.exp((kept - np.float32(highest)) * scale).sum(dtype=np.float64))
+    near = kept[kept >= np.float32(highest - _FIRST_MARGIN * temperature)]
+    for values in (near, kept):
+        ordered = np.sort(values)[::-1]
+        mass = np.cumsum(np.exp((ordered - np.float32(highest)) * scale), dtype=np.float64)
+        if mass[-1] >= top_p * total or values is kept:
+            return float(ordered[min(int(np.searchsorted(mass, top_p * total)), len(ordered) - 1)])
+    raise AssertionError("unreachable")
+
+
+def _logprob(row: Tensor, token_id: int, num_top: int) -> LogprobEntry:
+    normaliser = float(torch.logsumexp(row, dim=0))
+    top: tuple[tuple[int, float], ...] = ()
+    if num_top > 0:
+        values, ids = torch.topk(row, min(num_top, row.shape[0]))
+        top = tuple((int(i), float(v) - normaliser) for i, v in zip(ids.tolist(), values.tolist(), strict=True))
+    return LogprobEntry(token_id, float(row[token_id]) - normaliser, top)
+
+
+def _describe_non_finite(row: F32) -> str:
+    count = int((~np.isfinite(row)).sum())
+    return f"numeric: {count} of {len(row)} logits are not finite"

@@ -1,0 +1,137 @@
+"""One step: from a StepPlan to a StepResult."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+
+from freetoken.execution.batch_state import BatchState, InvalidPlanError, RequestState
+from freetoken.execution.experts import ExpertRunner
+from freetoken.execution.sampling import Sampled, sample
+from freetoken.messages import ActorName, RowResult, StepFailed, StepPlan, StepResult, StepRow
+from freetoken.models.decoder import Decoder, DecoderBatch, DecoderOps
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What a plan must stay within. ``seed_tail_tokens``: last tokens of a prefill row whose experts may fill slots."""
+
+    block_size: int
+    num_blocks: int
+    max_context_tokens: int
+    max_batch_tokens: int
+    seed_tail_tokens: int
+
+
+class StepExecutor:
+    """Runs plans in order; owns the state of their requests. Used by one thread at a time."""
+
+    def __init__(self, decoder: Decoder, ops: DecoderOps, experts: ExpertRunner, limits: StepLimits) -> None:
+        """``experts`` is the runner behind ``ops.experts``: its counters become the result's."""
+        self._decoder = decoder
+        self._ops = ops
+        self._experts = experts
+        self._limits = limits
+        self.requests = BatchState(
+            decoder.spec.vocab_size, limits.block_size, limits.num_blocks, limits.max_context_tokens
+        )
+
+    def execute(self, plan: StepPlan) -> StepResult | StepFailed:
+        """Run ``plan``; what goes wrong becomes a StepFailed, and its requests answer with a failure from then on."""
+        try:
+            return self.run(plan)
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            if isinstance(error, InvalidPlanError):
+                message = str(error)
+                logger.error("step_invalid step=%d detail=%r", plan.step_id, message)
+            else:
+                logger.exception("step_failed step=%d", plan.step_id)
+            self.requests.fail((row.request_id for row in plan.rows), f"step {plan.step_id} failed: {message}")
+            suspects: tuple[str, ...] = ()
+            if isinstance(error, TimeoutError):
+                suspects = tuple(name.value for name in ActorName if name.value in str(error))
+            return StepFailed(plan.step_id, plan.epoch, message, suspects)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Run ``plan``. Raises ``InvalidPlanError`` before anything ran, or what the operations raise."""
+        started_ns = time.monotonic_ns()
+        num_tokens = sum(row.num_tokens for row in plan.rows)
+        if num_tokens > self._limits.max_batch_tokens:
+            raise InvalidPlanError(
+                f"step {plan.step_id}: {num_tokens} tokens exceed the limit of {self._limits.max_batch_tokens}"
+            )
+        states = self.requests.apply(plan)
+        running = [(row, state) for row, state in zip(plan.rows, states, strict=True) if state.failure is None]
+        self._experts.begin_step(plan.step_id)
+        outcomes: dict[str, Sampled] = {}
+        if running:
+            batch = self._build_batch(running)
+            logits = self._decoder.forward(batch, self._ops)
+            for row, state in running:
+                state.num_computed = row.start + row.num_tokens
+            sampling = [state for row, state in running if row.sample]
+            for state, outcome in zip(sampling, sample(logits, sampling), strict=True):
+                outcomes[state.request_id] = outcome
+                if outcome.token_id is None:
+                    state.failure = outcome.failure
+                else:
+                    state.append_token(outcome.token_id)
+        return StepResult(
+            step_id=plan.step_id,
+            epoch=plan.epoch,
+            rows=tuple(_row_result(state, outcomes.get(state.request_id)) for state in states),
+            started_ns=started_ns,
+            finished_ns=time.monotonic_ns(),
+            experts=self._experts.step_counters(),
+        )
+
+    def _build_batch(self, running: list[tuple[StepRow, RequestState]]) -> DecoderBatch:
+        block_size = self._limits.block_size
+        lengths = [row.num_tokens for row, _ in running]
+        starts = np.zeros(len(running) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=starts[1:])
+        total = int(starts[-1])
+        token_ids = np.fromiter(
+            chain.from_iterable(state.tokens[row.start : row.start + row.num_tokens] for row, state in running),
+            dtype=np.int64,
+            count=total,
+        )
+        positions = np.empty(total, dtype=np.int32)
+        slots = np.empty(total, dtype=np.int64)
+        admit = np.zeros(total, dtype=np.uint8)
+        used = [-(-(row.start + row.num_tokens) // block_size) for row, _ in running]
+        tables = np.full((len(running), max(used)), -1, dtype=np.int32)
+        wanted = []
+        for index, (row, state) in enumerate(running):
+            begin, end = int(starts[index]), int(starts[index + 1])
+            span = np.arange(row.start, row.start + row.num_tokens, dtype=np.int32)
+            positions[begin:end] = span
+            tables[index, : used[index]] = state.blocks[: used[index]]
+            slots[begin:end] = state.blocks[span // block_size].astype(np.int64) * block_size + span % block_size
+            decoding = row.num_tokens == 1 and row.sample
+            admit[max(begin, end - (1 if decoding else self._limits.seed_tail_tokens)) : end] = 1
+            if row.sample:
+                wanted.append(end - 1)
+        return DecoderBatch(
+            token_ids=torch.from_numpy(token_ids),
+            positions=torch.from_numpy(positions),
+            slot_mapping=torch.from_numpy(slots),
+            row_starts=torch.from_numpy(starts),
+            block_tables=torch.from_numpy(tables),
+            admit=torch.from_numpy(admit),
+            logit_tokens=torch.tensor(wanted, dtype=torch.int64),
+        )
+
+
+def _row_result(state: RequestState, outcome: Sampled | None) -> RowResult:
+    if outcome is None:
+        return RowResult(state.request_id, failure=state.failure)
+    return RowResult(state.request_id, outcome.token_id, outcome.logprob, outcome.failure)
