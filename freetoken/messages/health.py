@@ -20,7 +20,7 @@ class HealthState(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class HealthView:
-    """The Controller's judgement. While loading, ``done_bytes`` of ``total_bytes`` (0: unknown) of ``what`` are done."""
+    """The Controller's judgement. ``done_bytes`` of ``total_bytes`` (0: unknown) of ``what`` are loaded."""
 
     state: HealthState
     detail: str = ""
