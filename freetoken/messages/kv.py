@@ -33,10 +33,11 @@ class BlockCommit:
 
 @dataclass(frozen=True, slots=True)
 class ReserveBlocks:
-    """Applied in the order commits, releases, needs; needs are served in the order given (most important first).
+    """Applied in the order commits, discards, releases, needs; needs are served in the order given (most important first).
 
-    ``releases`` drops the request's hold on its blocks: committed ones stay cached in the tree until evicted, the
-    others become free. Unknown ids are ignored.
+    ``discards`` take everything a request holds, and whatever was cached below it, out of the prefix tree: it is never
+    matched again, not even after the release. They do not release. ``releases`` drops the request's hold on its blocks:
+    committed ones stay cached in the tree until evicted, the others become free. Unknown ids are ignored.
     """
 
     step_id: int
@@ -44,6 +45,7 @@ class ReserveBlocks:
     commits: tuple[BlockCommit, ...] = ()
     releases: tuple[str, ...] = ()
     needs: tuple[BlockNeed, ...] = ()
+    discards: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,5 @@
+"""Key/value blocks: who holds which, and which prefixes they hold. Only bookkeeping: GpuExecutor has the bytes."""
+
+from freetoken.kv.allocator import IntegrityError, KVAllocator
+
+__all__ = ["IntegrityError", "KVAllocator"]

@@ -1,0 +1,93 @@
+"""The KVAllocator actor: answers the Scheduler's reservations and keeps its tables true to the arena."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import ClassVar
+
+from freetoken.errors import PeerLostError
+from freetoken.kv.allocator import KVAllocator
+from freetoken.launch_spec import LaunchSpec
+from freetoken.messages import ActorName, ArenaReady, BlocksReserved, ReserveBlocks, Wiring
+from freetoken.service import Service
+from freetoken.transport import Endpoint
+
+logger = logging.getLogger(__name__)
+
+
+class KVAllocatorService(Service):
+    """Owns the block table and the prefix tree; the KV bytes belong to GpuExecutor's arena.
+
+    A new epoch starts without requests. The tree survives it as long as the arena does.
+    """
+
+    name: ClassVar[ActorName] = ActorName.KV_ALLOCATOR
+
+    def __init__(self, spec: LaunchSpec, endpoint: Endpoint) -> None:
+        super().__init__(spec, endpoint)
+        self.allocator = self._new_allocator(spec.plan.num_kv_blocks)
+        self._arena_id: str | None = None
+        self._arena: asyncio.Future[ArenaReady] | None = None
+        self._reservations_total = 0
+        self._exhausted_total = 0
+        endpoint.on(ArenaReady, self._on_arena_ready)
+        endpoint.on(ReserveBlocks, self._on_reserve_blocks)
+        endpoint.on_peer_lost(self._on_peer_lost)
+
+    async def wire(self, wiring: Wiring) -> None:
+        """Waits for GpuExecutor's ``ArenaReady``. Raises ``PeerLostError`` when GpuExecutor dies before sending it."""
+        self._arena = asyncio.get_running_loop().create_future()  # before connecting, which may deliver held messages
+        try:
+            await super().wire(wiring)
+            arena = await self._arena
+        finally:
+            self._arena = None
+        if arena.arena_id != self._arena_id:
+            self.allocator = self._new_allocator(arena.num_kv_blocks)
+            self._arena_id = arena.arena_id
+            logger.info("event=kv_emptied epoch=%d blocks=%d", self.epoch, arena.num_kv_blocks)
+        else:
+            self.allocator.release_all()
+            logger.info("event=kv_kept epoch=%d cached_blocks=%d", self.epoch, self.allocator.stats().cached_blocks)
+
+    def metrics(self) -> dict[str, float]:
+        """Blocks by state, prefix hits and evictions."""
+        stats = self.allocator.stats()
+        queried = stats.query_tokens_total
+        return {
+            "blocks": float(stats.total_blocks),
+            "free_blocks": float(stats.free_blocks),
+            "cached_blocks": float(stats.cached_blocks),
+            "held_blocks": float(stats.total_blocks - stats.free_blocks - stats.cached_blocks),
+            "block_size_tokens": float(stats.block_size),
+            "requests": float(self.allocator.num_requests),
+            "evicted_blocks_total": float(stats.evicted_blocks_total),
+            "hit_tokens_total": float(stats.hit_tokens_total),
+            "query_tokens_total": float(queried),
+            "hit_ratio": stats.hit_tokens_total / queried if queried else 0.0,
+            "reservations_total": float(self._reservations_total),
+            "exhausted_total": float(self._exhausted_total),
+        }
+
+    def _new_allocator(self, num_blocks: int) -> KVAllocator:
+        return KVAllocator(num_blocks, self.spec.plan.kv_block_size, self.spec.config.kv.prefix_cache)
+
+    def _on_arena_ready(self, message: ArenaReady, fds: tuple[int, ...]) -> None:
+        if self._arena is not None and not self._arena.done():
+            self._arena.set_result(message)
+
+    def _on_peer_lost(self, peer: ActorName) -> None:
+        if peer is ActorName.GPU_EXECUTOR and self._arena is not None and not self._arena.done():
+            self._arena.set_exception(PeerLostError(str(peer), "it ended before its arena was ready"))
+
+    def _on_reserve_blocks(self, message: ReserveBlocks, fds: tuple[int, ...]) -> None:
+        if message.epoch != self.epoch:
+            return
+        reply: BlocksReserved = self.allocator.apply(message)
+        self._reservations_total += 1
+        self._exhausted_total += len(reply.exhausted)
+        try:
+            self.endpoint.send(ActorName.SCHEDULER, reply)
+        except PeerLostError:
+            logger.info("event=reply_undeliverable peer=%s step=%d", ActorName.SCHEDULER, message.step_id)
