@@ -1,4 +1,4 @@
-"""Conversion of any ``TensorSource`` into an FTW directory."""
+"""Conversion of a checkpoint (Hugging Face directory, GGUF file, or any ``TensorSource``) into an FTW directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 
 from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.checkpoint.ftw_writer import MAX_FILE_BYTES, FtwWriter, plan_index
+from freetoken.checkpoint.gguf_source import GgufSource, is_gguf
+from freetoken.checkpoint.hf_source import HfSource
 from freetoken.checkpoint.source import TensorSource
+from freetoken.checkpoint.split_experts import SplitExpertsSource
 from freetoken.errors import CheckpointError
 from freetoken.models.registry import (
     DenseRole,
@@ -54,6 +57,38 @@ class _TensorMap:
 
     dense: dict[str, str]
     experts: dict[tuple[int, int, str], str]
+
+
+def open_source(path: str | Path) -> TensorSource:
+    """The checkpoint at ``path``. Raises ``CheckpointError`` when it is of no known kind."""
+    path = Path(path)
+    if path.is_dir():
+        if (path / "config.json").exists():
+            return HfSource(path)
+        found = sorted(p.name for p in path.glob("*.gguf"))
+        hint = f"; it holds {found[0]}, name that file" if found else ""
+        raise CheckpointError(f"{path} is not a checkpoint directory: it has no config.json{hint}")
+    if is_gguf(path):
+        return GgufSource(path)
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    raise CheckpointError(f"{path} is neither a Hugging Face checkpoint directory nor a GGUF file")
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    options: ConvertOptions = ConvertOptions(),
+    progress: Progress | None = None,
+) -> FtwIndex:
+    """Convert the checkpoint at ``source``; see ``convert_source``."""
+    opened = open_source(source)
+    try:
+        if options.split_dense_into_experts is not None:
+            opened = SplitExpertsSource(opened, options.split_dense_into_experts)
+        return convert_source(opened, destination, options, progress)
+    finally:
+        opened.close()
 
 
 def convert_source(

@@ -1,6 +1,6 @@
 """Reader of the GGUF container, versions 2 and 3 (little-endian).
 
-A file is a header, metadata (typed key-value pairs), the tensor table, padding to the alignment, and the tensors' bytes.
+A file is a header, metadata (typed key-value pairs), the tensor table, padding, and the tensors' bytes.
 The table stores dimensions innermost first; here shapes are row-major, as numpy has them.
 """
 
@@ -93,10 +93,14 @@ class GgufFile:
         what = f"{self.path}: tensor {name!r}"
         if type_id not in GGUF_TYPES:
             supported = ", ".join(t.name for t in GGUF_TYPES.values())
-            raise UnsupportedModelError(f"{what} has {describe_type(type_id)}, which is not supported ({supported} are)")
+            raise UnsupportedModelError(
+                f"{what} has {describe_type(type_id)}, which is not supported ({supported} are)"
+            )
         kind = GGUF_TYPES[type_id]
         if min(shape) < 1 or shape[-1] % kind.block_elements:
-            raise CheckpointError(f"{what}: shape {list(shape)} is not made of {kind.name} blocks of {kind.block_elements}")
+            raise CheckpointError(
+                f"{what}: shape {list(shape)} is not made of {kind.name} blocks of {kind.block_elements}"
+            )
         if offset % alignment:
             raise CheckpointError(f"{what}: offset {offset} is not a multiple of the alignment {alignment}")
         size = math.prod(shape) // kind.block_elements * kind.block_bytes

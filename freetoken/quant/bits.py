@@ -17,7 +17,7 @@ def signed(blocks: NDArray[np.uint8], start: int, stop: int) -> NDArray[np.float
 
 
 def split_nibbles(packed: NDArray[np.uint8], group: int) -> NDArray[np.uint8]:
-    """``[n, m]`` bytes to ``[n, 2m]`` 4-bit codes: of each ``group`` bytes first all low nibbles, then the high ones."""
+    """``[n, m]`` bytes to ``[n, 2m]`` 4-bit codes: of each ``group`` bytes the low nibbles, then the high ones."""
     groups = packed.reshape(len(packed), -1, 1, group)
     shifts = np.array([0, 4], np.uint8).reshape(1, 1, 2, 1)
     return ((groups >> shifts) & np.uint8(15)).reshape(len(packed), -1)

@@ -15,7 +15,9 @@ def test_random_blocks_decode_bit_exactly(type_id):
     assert (kind.block_elements, kind.block_bytes) == GGML_QUANT_SIZES[reference_type]
     assert kind.name == reference_type.name
     rng = np.random.default_rng(type_id)
-    blocks = rng.integers(0, 256, (2000, kind.block_bytes), dtype=np.uint8)  # random halves include inf, nan, subnormals
+    blocks = rng.integers(
+        0, 256, (2000, kind.block_bytes), dtype=np.uint8
+    )  # random halves include inf, nan, subnormals
     blocks[0], blocks[1] = 0, 255
     with np.errstate(all="ignore"):
         expected = quants.dequantize(blocks, reference_type).reshape(len(blocks), kind.block_elements)
