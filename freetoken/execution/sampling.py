@@ -6,8 +6,8 @@ picks the largest logit, or the logits are divided by the temperature, cut by ``
 what ``top_k`` left), and one token is drawn.
 
 Every cut is a threshold on logits, so tokens equal to the last one kept are kept too and the outcome depends on values
-alone. Drawing is Gumbel-max with counter-based noise: a pure function of (seed, position, token id), so a token does
-not depend on batch, row order, chunking or preemption.
+alone. Drawing is Gumbel-max with counter-based noise, a pure function of (seed, position, token id): a token does not
+depend on batch, row order, chunking or preemption.
 
 Log-probabilities are those of the model: log-softmax of the *unmodified* logits (before bias, penalties, temperature).
 """
@@ -29,10 +29,13 @@ from freetoken.messages import LogprobEntry, SamplingParams
 F32 = NDArray[np.float32]
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
-# Uniforms have 32 bits and are never 0 or 1, so no draw of Gumbel noise exceeds this.
-_MAX_NOISE = -math.log(-math.log1p(-(2.0**-33)))
-# How far below the maximum (in units of the temperature) candidates for a cut are looked for first.
-_FIRST_MARGIN = 12.0
+# Without a cut, tokens are drawn by groups of this many neighbouring ids first; group ids live above all token ids.
+_GROUP_TOKENS = 256
+_FIRST_GROUP_ID = 1 << 40
+# How far below the maximum (in units of the temperature) the tokens that decide a top-k cut are looked for.
+_MARGINS = (4.0, 12.0)
+# The histogram that finds the end of a nucleus: 32 nats deep, the last bin takes what lies below.
+_BINS_PER_NAT, _NUM_BINS = 64, 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ def sample(logits: Tensor, states: Sequence[RequestState]) -> list[Sampled]:
             # Tiny temperatures send hopeless tokens to minus infinity, which is where they belong.
             with np.errstate(over="ignore", under="ignore"):
                 token_id = _draw(row, top, params, state.seed, len(state.tokens))
-        entry = _logprob(logits[index], token_id, params.top_logprobs) if params.top_logprobs >= 0 else None
+        entry = _logprob(rows[index], best[index], token_id, params.top_logprobs) if params.top_logprobs >= 0 else None
         results.append(Sampled(token_id, entry))
     return results
 
@@ -144,18 +147,18 @@ def _adjusted(row: F32, state: RequestState) -> F32:
 
 def _draw(row: F32, top: int, params: SamplingParams, seed: int, position: int) -> int:
     temperature = params.temperature
-    highest = float(row[top])
-    # No token below this can win: not even the largest noise lifts it above the most likely token's score.
-    noise = float(gumbel_noise(seed, position, np.array([top], dtype=np.int64))[0])
-    floor = highest - temperature * (_MAX_NOISE - noise)
+    highest = row[top]
     cut = -math.inf
     if params.min_p > 0.0:
-        cut = highest + temperature * math.log(params.min_p)
+        cut = float(highest) + temperature * math.log(params.min_p)
     if 0 < params.top_k < len(row):
-        cut = max(cut, _kth_largest(row, params.top_k, highest, temperature))
+        cut = max(cut, _kth_largest(row, params.top_k, float(highest), temperature))
     if params.top_p < 1.0:
         cut = max(cut, _nucleus_floor(row, cut, params.top_p, highest, temperature))
-    candidates = np.flatnonzero(row >= np.float32(max(cut, floor)))
+    if cut == -math.inf:
+        candidates = _draw_group(row, highest, temperature, seed, position)
+    else:
+        candidates = np.flatnonzero(row >= np.float32(cut))
     if len(candidates) <= 1:
         return top
     scores = (row[candidates].astype(np.float64) - highest) / temperature
@@ -163,34 +166,60 @@ def _draw(row: F32, top: int, params: SamplingParams, seed: int, position: int) 
     return int(candidates[scores.argmax()])
 
 
+def _draw_group(row: F32, highest: np.float32, temperature: float, seed: int, position: int) -> NDArray[np.int64]:
+    """The tokens of one group of neighbouring ids, drawn by the groups' probabilities.
+
+    Drawing a group and then a token in it is as good as drawing the token, and needs noise for few of them.
+    """
+    mass = np.exp((row - highest) * _inverse(temperature))
+    starts = np.arange(0, len(row), _GROUP_TOKENS)
+    with np.errstate(divide="ignore"):
+        scores = np.log(np.add.reduceat(mass, starts, dtype=np.float64))
+    scores += gumbel_noise(seed, position, _FIRST_GROUP_ID + np.arange(len(starts), dtype=np.int64))
+    begin = int(starts[scores.argmax()])
+    return np.arange(begin, min(begin + _GROUP_TOKENS, len(row)), dtype=np.int64)
+
+
 def _kth_largest(row: F32, k: int, highest: float, temperature: float) -> float:
-    near = row[row >= np.float32(highest - _FIRST_MARGIN * temperature)]
-    if len(near) < k:
-        near = row
-    return float(np.partition(near, len(near) - k)[len(near) - k])
+    for margin in _MARGINS:
+        near = row[row >= np.float32(highest - margin * temperature)]
+        if len(near) >= k:
+            return float(np.partition(near, len(near) - k)[len(near) - k])
+    return float(np.partition(row, len(row) - k)[len(row) - k])
 
 
-def _nucleus_floor(row: F32, cut: float, top_p: float, highest: float, temperature: float) -> float:
+def _nucleus_floor(row: F32, cut: float, top_p: float, highest: np.float32, temperature: float) -> float:
     """The smallest logit of the shortest list of most likely tokens that holds ``top_p`` of the mass above ``cut``."""
     kept = row if cut == -math.inf else row[row >= np.float32(cut)]
-    scale = np.float32(1.0 / max(temperature, 1e-30))
-    total = float(np.exp((kept - np.float32(highest)) * scale).sum(dtype=np.float64))
-    near = kept[kept >= np.float32(highest - _FIRST_MARGIN * temperature)]
-    for values in (near, kept):
-        ordered = np.sort(values)[::-1]
-        mass = np.cumsum(np.exp((ordered - np.float32(highest)) * scale), dtype=np.float64)
-        if mass[-1] >= top_p * total or values is kept:
-            return float(ordered[min(int(np.searchsorted(mass, top_p * total)), len(ordered) - 1)])
-    raise AssertionError("unreachable")
+    depth = (highest - kept) * _inverse(temperature)
+    mass = np.exp(-depth)
+    wanted = top_p * float(mass.sum(dtype=np.float64))
+    # A histogram over depth says how far down to go; only the bin where the nucleus ends needs sorting.
+    bins = np.minimum(depth * np.float32(_BINS_PER_NAT), np.float32(_NUM_BINS - 1)).astype(np.int64)
+    totals = np.cumsum(np.bincount(bins, weights=mass, minlength=_NUM_BINS))
+    last = min(int(np.searchsorted(totals, wanted)), _NUM_BINS - 1)
+    inside = bins == last
+    order = np.argsort(depth[inside], kind="stable")
+    running = np.cumsum(mass[inside][order], dtype=np.float64) + (totals[last - 1] if last else 0.0)
+    if not len(order):  # rounding left nothing to reach; keep everything
+        return float(kept.min())
+    return float(kept[inside][order[min(int(np.searchsorted(running, wanted)), len(order) - 1)]])
 
 
-def _logprob(row: Tensor, token_id: int, num_top: int) -> LogprobEntry:
-    normaliser = float(torch.logsumexp(row, dim=0))
-    top: tuple[tuple[int, float], ...] = ()
+def _inverse(temperature: float) -> np.float32:
+    return np.float32(1.0 / max(temperature, 1e-30))
+
+
+def _logprob(row: F32, top: int, token_id: int, num_top: int) -> LogprobEntry:
+    highest = row[top]
+    normaliser = float(highest) + math.log(float(np.exp(row - highest).sum(dtype=np.float64)))
+    best: tuple[tuple[int, float], ...] = ()
     if num_top > 0:
-        values, ids = torch.topk(row, min(num_top, row.shape[0]))
-        top = tuple((int(i), float(v) - normaliser) for i, v in zip(ids.tolist(), values.tolist(), strict=True))
-    return LogprobEntry(token_id, float(row[token_id]) - normaliser, top)
+        num_top = min(num_top, len(row))
+        ids = np.flatnonzero(row >= np.float32(_kth_largest(row, num_top, float(highest), 1.0)))
+        ids = ids[np.argsort(-row[ids], kind="stable")[:num_top]]
+        best = tuple((token, float(row[token]) - normaliser) for token in ids.tolist())
+    return LogprobEntry(token_id, float(row[token_id]) - normaliser, best)
 
 
 def _describe_non_finite(row: F32) -> str:
