@@ -1,0 +1,425 @@
+// The three parties of the data plane together: results against a plain reference, aborts, late and dead parties.
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cache_server.h"
+#include "check.h"
+#include "cpu_server.h"
+#include "device_client.h"
+
+namespace {
+
+constexpr int kLayers = 3, kExperts = 8, kTopK = 2, kHidden = 32, kInner = 24, kMaxTokens = 6;
+constexpr ft::MailboxGeometry kGeometry{kMaxTokens, kTopK, kHidden, kLayers, kExperts};
+
+ft::RecordLayout make_layout() {
+  constexpr int kColumns = 8;
+  constexpr std::int64_t kMatrix = kColumns * kHidden * sizeof(float);
+  ft::RecordLayout layout;
+  layout.dtype = ft::DType::kF32;
+  layout.hidden = kHidden;
+  layout.intermediate = kInner;
+  layout.tile_columns = kColumns;
+  layout.num_tiles = kInner / kColumns;
+  layout.tile_stride_bytes = 3 * kMatrix;
+  layout.stride_bytes = (layout.num_tiles * layout.tile_stride_bytes + 4095) / 4096 * 4096;
+  layout.up_offset = kMatrix;
+  layout.down_offset = 2 * kMatrix;
+  return layout;
+}
+
+// A model's records, and what they compute, in double.
+struct Bank {
+  Bank() : layout(make_layout()) {
+    const std::size_t count = kLayers * kExperts;
+    segment = ft::SharedSegment::create("store", count * layout.stride_bytes);
+    std::mt19937 random(5);
+    std::normal_distribution<float> normal(0.0f, 0.2f);
+    auto* values = reinterpret_cast<float*>(segment->data());
+    for (std::size_t i = 0; i < segment->size_bytes() / sizeof(float); ++i) values[i] = normal(random);
+    std::vector<std::int64_t> offsets;
+    for (std::size_t i = 0; i < count; ++i) offsets.push_back(static_cast<std::int64_t>(i) * layout.stride_bytes);
+    store = std::make_shared<ft::ExpertStore>(std::vector{segment}, std::vector{layout},
+                                              std::vector<std::int32_t>(kLayers, 0),
+                                              std::vector<std::int32_t>(count, 0), offsets);
+  }
+
+  void add_expert(int layer, int expert, const float* x, double weight, double* out) const {
+    const std::byte* record = store->record(layer, expert);
+    for (int tile = 0; tile < layout.num_tiles; ++tile) {
+      const std::byte* base = record + tile * layout.tile_stride_bytes;
+      for (int column = 0; column < layout.tile_columns; ++column) {
+        const auto row = [&](std::int64_t offset) {
+          return reinterpret_cast<const float*>(base + offset) + column * kHidden;
+        };
+        double gate = 0, up = 0;
+        for (int h = 0; h < kHidden; ++h) {
+          gate += double{row(layout.gate_offset)[h]} * x[h];
+          up += double{row(layout.up_offset)[h]} * x[h];
+        }
+        const double inner = gate / (1.0 + std::exp(-gate)) * up;
+        for (int h = 0; h < kHidden; ++h) out[h] += weight * inner * row(layout.down_offset)[h];
+      }
+    }
+  }
+
+  ft::RecordLayout layout;
+  std::shared_ptr<ft::SharedSegment> segment;
+  std::shared_ptr<ft::ExpertStore> store;
+};
+
+struct Batch {
+  explicit Batch(std::mt19937& random) : num_tokens(1 + static_cast<int>(random() % kMaxTokens)) {
+    std::normal_distribution<float> normal;
+    layer = static_cast<int>(random() % kLayers);
+    for (int t = 0; t < num_tokens; ++t) {
+      const bool is_padding = random() % 6 == 0;
+      admit.push_back(random() % 3 != 0);
+      for (int h = 0; h < kHidden; ++h) hidden.push_back(normal(random));
+      const int first = static_cast<int>(random() % kExperts);
+      const int second = static_cast<int>((first + 1 + random() % (kExperts - 1)) % kExperts);
+      for (const int expert : {first, second}) {
+        ids.push_back(is_padding ? -1 : expert);
+        weights.push_back(is_padding ? 0.0f : 0.25f + 0.1f * static_cast<float>(random() % 5));
+      }
+    }
+  }
+
+  void check(const Bank& bank, const std::vector<float>& out) const {
+    for (int t = 0; t < num_tokens; ++t) {
+      double expected[kHidden] = {};
+      for (int k = 0; k < kTopK; ++k) {
+        const int route = t * kTopK + k;
+        if (ids[route] >= 0) bank.add_expert(layer, ids[route], &hidden[t * kHidden], weights[route], expected);
+      }
+      for (int h = 0; h < kHidden; ++h) CHECK(std::abs(out[t * kHidden + h] - expected[h]) < 1e-4);
+    }
+  }
+
+  std::vector<float> run(ft::DeviceClient& client) const {
+    std::vector<float> out(num_tokens * kHidden, std::numeric_limits<float>::quiet_NaN());
+    client.forward(layer, num_tokens, kTopK, hidden.data(), ids.data(), weights.data(), admit.data(), out.data());
+    return out;
+  }
+
+  int num_tokens;
+  int layer;
+  std::vector<float> hidden, weights;
+  std::vector<std::int32_t> ids;
+  std::vector<std::uint8_t> admit;
+};
+
+struct Settings {
+  int num_slots = 6;
+  double fraction = 0.5;
+  bool in_place = false;
+  bool deterministic = false;
+  int spin_us = 0;
+  double timeout_s = 60.0;
+  ft::SlotPolicy policy = ft::SlotPolicy::kCrf;
+};
+
+std::shared_ptr<ft::WorkerPool> make_pool(int threads) {
+  return std::make_shared<ft::WorkerPool>(threads, std::vector<int>{}, 0, ft::resolve_isa("auto"));
+}
+
+std::shared_ptr<ft::SharedSegment> make_arena(const Bank& bank, int num_slots) {
+  if (num_slots == 0) return nullptr;
+  auto arena = ft::SharedSegment::create("arena", num_slots * bank.layout.stride_bytes);
+  std::memset(arena->data(), 0xff, arena->size_bytes());  // NaNs: whoever reads a slot too early shows it
+  return arena;
+}
+
+struct Group {
+  Group(const Bank& bank, const Settings& s)
+      : segment(ft::SharedSegment::create("mailbox", ft::Mailbox::required_bytes(kGeometry))),
+        mailbox(ft::Mailbox::create(segment, 1, kGeometry, 0xffffffe0u)),
+        slots(std::make_shared<ft::SlotTable>(kLayers, kExperts, s.num_slots, s.policy, 32.0)),
+        cache(mailbox, slots, s.fraction, s.in_place, s.spin_us,
+              std::vector<std::int64_t>(kLayers, bank.layout.stride_bytes)),
+        cpu(mailbox, bank.store, make_pool(1), s.spin_us),
+        client(mailbox, bank.store, make_arena(bank, s.num_slots), bank.layout.stride_bytes, make_pool(2), s.spin_us,
+               s.timeout_s, s.deterministic) {}
+
+  void start() {
+    cache.start();
+    cpu.start();
+  }
+  void stop() {
+    cache.stop();
+    cpu.stop();
+  }
+
+  std::shared_ptr<ft::SharedSegment> segment;
+  std::shared_ptr<ft::Mailbox> mailbox;
+  std::shared_ptr<ft::SlotTable> slots;
+  ft::CacheServer cache;
+  ft::CpuServer cpu;
+  ft::DeviceClient client;
+};
+
+void test_results(const Bank& bank, const Settings& settings, int count) {
+  Group group(bank, settings);
+  group.start();
+  group.client.begin_step(1);
+  std::mt19937 random(11);
+  for (int i = 0; i < count; ++i) {
+    const Batch batch(random);
+    batch.check(bank, batch.run(group.client));
+  }
+  const ft::StepCounters step = group.client.step_counters();
+  group.stop();
+  group.slots->check_integrity();
+  CHECK(group.slots->num_in_flight() == 0);
+  CHECK(!group.mailbox->aborted());  // every publish was answered
+  const ft::CacheCounters c = group.cache.counters();
+  CHECK(c.publishes == count && step.layer_steps == count);
+  CHECK(step.hits == c.hits && step.fetches == c.fetches && step.cpu == c.cpu);
+  CHECK(step.admitted == c.admitted && step.evicted == c.evicted);
+  CHECK(step.fetched_bytes == c.fetches * bank.layout.stride_bytes && step.cpu_bytes == c.cpu_bytes);
+  CHECK(group.cpu.counters().experts == c.cpu);
+  std::int64_t sums[3] = {};
+  const std::vector<std::int64_t> by_layer = group.cache.layer_counters();
+  for (std::size_t i = 0; i < by_layer.size(); ++i) sums[i % 3] += by_layer[i];
+  CHECK(sums[0] == c.hits && sums[1] == c.fetches && sums[2] == c.cpu);
+  const bool has_slots = settings.num_slots > 0 && settings.fraction > 0.0;
+  CHECK((c.hits > 0) == (settings.in_place || has_slots));
+  CHECK((c.fetches > 0) == (!settings.in_place && settings.fraction > 0.0));
+  CHECK((c.cpu > 0) == (!settings.in_place && settings.fraction < 1.0));
+  CHECK((c.admitted > 0) == (!settings.in_place && has_slots));
+}
+
+// The same batches under different cache states, splits and spinning: the same bits.
+void test_deterministic(const Bank& bank) {
+  std::vector<std::vector<float>> first;
+  for (const int num_slots : {0, 3, 24}) {
+    for (const double fraction : {0.0, 0.5, 1.0}) {
+      Group group(bank, Settings{.num_slots = num_slots, .fraction = fraction, .deterministic = true});
+      group.start();
+      std::mt19937 random(21);
+      for (std::size_t i = 0; i < 40; ++i) {
+        const Batch batch(random);
+        const std::vector<float> out = batch.run(group.client);
+        if (first.size() <= i) {
+          batch.check(bank, out);
+          first.push_back(out);
+        }
+        CHECK(std::memcmp(out.data(), first[i].data(), out.size() * sizeof(float)) == 0);
+      }
+      group.stop();
+    }
+  }
+}
+
+template <class Function>
+std::string failure_of(const Function& function) {
+  try {
+    function();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+bool begins(const std::string& text, const char* prefix) { return text.rfind(prefix, 0) == 0; }
+
+void test_abort_at_any_moment(const Bank& bank) {
+  std::mt19937 random(31);
+  for (int round = 0; round < 40; ++round) {
+    Settings settings{.num_slots = 4, .deterministic = round % 2 == 1, .spin_us = round % 3 == 0 ? 20 : 0};
+    Group group(bank, settings);
+    group.start();
+    std::string failure;
+    const unsigned seed = random();
+    std::thread step([&] {
+      std::mt19937 step_random(seed);
+      failure = failure_of([&] {
+        for (;;) Batch(step_random).run(group.client);
+      });
+    });
+    // Some work first, then an abort wherever the parties happen to be.
+    const std::int64_t publishes = random() % 30;
+    while (group.cache.counters().publishes < publishes) std::this_thread::yield();
+    for (unsigned spins = random() % 3000; spins > 0; --spins) ft::cpu_relax();
+    switch (round % 4) {
+      case 0:
+        group.mailbox->abort();
+        break;
+      case 1:
+        ft::Mailbox::attach(group.segment)->abort();
+        break;
+      case 2:  // a server goes: it aborts what it leaves undone; a later publish would only run into the time limit
+        group.cache.stop();
+        group.mailbox->abort();
+        break;
+      default:
+        group.cpu.stop();
+        group.mailbox->abort();
+    }
+    step.join();
+    CHECK(begins(failure, "aborted"));
+    CHECK(begins(failure_of([&] { Batch(random).run(group.client); }), "aborted"));  // dead for good
+    group.stop();
+    group.stop();
+    group.slots->check_integrity();
+    CHECK(group.slots->num_in_flight() == 0);
+  }
+}
+
+void test_late_parties(const Bank& bank) {
+  std::mt19937 random(41);
+  const Settings settings{.fraction = 0.0, .timeout_s = 0.02};
+  {
+    Group group(bank, settings);
+    group.cpu.start();
+    const Batch batch(random);
+    const std::string failure = failure_of([&] { batch.run(group.client); });
+    CHECK(begins(failure, "ExpertCache did not answer expert layer"));
+    CHECK(failure.find("0.02 s") != std::string::npos);
+    CHECK(begins(failure_of([&] { batch.run(group.client); }), "aborted: ExpertCache was late"));
+    group.stop();
+  }
+  {
+    Group group(bank, settings);
+    group.cache.start();
+    Batch batch(random);
+    while (batch.ids[0] < 0) batch = Batch(random);
+    CHECK(begins(failure_of([&] { batch.run(group.client); }), "CpuExecutor did not answer expert layer"));
+    group.stop();
+  }
+}
+
+void test_bad_input(const Bank& bank) {
+  std::mt19937 random(51);
+  Group group(bank, Settings{});
+  group.start();
+  Batch batch(random);
+  const std::int32_t good = batch.ids[1];
+  for (const std::int32_t bad : {kExperts, -2, std::numeric_limits<std::int32_t>::max()}) {
+    batch.ids[1] = bad;
+    const std::string failure = failure_of([&] { batch.run(group.client); });
+    CHECK(failure.find("ids[0, 1] is " + std::to_string(bad)) != std::string::npos);
+    CHECK(failure.find("0..7") != std::string::npos);
+  }
+  batch.ids[1] = good;
+  batch.layer = kLayers;
+  CHECK(begins(failure_of([&] { batch.run(group.client); }), "layer 3 is not in 0..2"));
+  batch.layer = 0;
+  batch.check(bank, batch.run(group.client));  // refused input left nothing behind
+
+  // A client that does not check its ids (a GPU kernel) is stopped by the server.
+  group.mailbox->request() = ft::RequestHeader{group.mailbox->req().load() + 1, 0, 0, 1, kTopK, 0};
+  group.mailbox->ids()[0] = 1000;
+  group.mailbox->req().publish(group.mailbox->req().load() + 1);
+  group.mailbox->plan().bell.wait([&] { return group.mailbox->aborted(); }, 0, -1);
+  CHECK(group.mailbox->abort_reason() == ft::AbortReason::kBadPublish);
+  group.stop();
+}
+
+void test_mismatches(const Bank& bank) {
+  auto segment = ft::SharedSegment::create("mailbox", ft::Mailbox::required_bytes(kGeometry));
+  ft::MailboxGeometry other = kGeometry;
+  other.num_experts = kExperts - 1;
+  auto mailbox = ft::Mailbox::create(segment, 1, other);
+  CHECK(failure_of([&] { ft::CpuServer(mailbox, bank.store, make_pool(1), 0); }).find("num_experts is 8") !=
+        std::string::npos);
+  auto slots = std::make_shared<ft::SlotTable>(kLayers, kExperts, 4, ft::SlotPolicy::kLru, 32.0);
+  const std::vector<std::int64_t> bytes(kLayers, 4096);
+  CHECK(failure_of([&] { ft::CacheServer(mailbox, slots, 0.5, false, 0, bytes); }).find("7") != std::string::npos);
+  mailbox = ft::Mailbox::create(segment, 1, kGeometry);
+  CHECK(failure_of([&] { ft::CacheServer(mailbox, slots, 1.5, false, 0, bytes); }).find("1.5") != std::string::npos);
+  ft::CacheServer first(mailbox, slots, 0.5, false, 0, bytes);
+  ft::CacheServer second(mailbox, slots, 0.5, false, 0, bytes);
+  first.start();
+  CHECK(failure_of([&] { second.start(); }).find("owns it") != std::string::npos);
+  first.stop();
+  second.start();
+  second.stop();
+}
+
+// A server in a process of its own; it ends when the mailbox is aborted.
+template <class Serve>
+pid_t fork_server(int mailbox_fd, const Serve& serve) {
+  const pid_t child = fork();
+  CHECK(child >= 0);
+  if (child != 0) return child;
+  auto segment = ft::SharedSegment::attach(mailbox_fd, ft::Mailbox::required_bytes(kGeometry), "mailbox");
+  auto mailbox = ft::Mailbox::attach(segment);
+  serve(mailbox);
+  _exit(0);
+}
+
+void test_processes(const Bank& bank, bool deterministic) {
+  auto segment = ft::SharedSegment::create("mailbox", ft::Mailbox::required_bytes(kGeometry));
+  auto mailbox = ft::Mailbox::create(segment, 1, kGeometry);
+  const auto wait_for_abort = [](const std::shared_ptr<ft::Mailbox>& box) {
+    box->part().bell.wait([&] { return box->aborted(); }, 0, -1);
+  };
+  const pid_t cache_process = fork_server(segment->fd(), [&](const std::shared_ptr<ft::Mailbox>& box) {
+    auto slots = std::make_shared<ft::SlotTable>(kLayers, kExperts, 6, ft::SlotPolicy::kCrf, 32.0);
+    ft::CacheServer server(box, slots, 0.5, false, 0, std::vector<std::int64_t>(kLayers, 1));
+    server.start();
+    wait_for_abort(box);
+    server.stop();
+  });
+  const pid_t cpu_process = fork_server(segment->fd(), [&](const std::shared_ptr<ft::Mailbox>& box) {
+    ft::CpuServer server(box, bank.store, make_pool(1), 0);
+    server.start();
+    wait_for_abort(box);
+    server.stop();
+  });
+  {
+    ft::DeviceClient client(mailbox, bank.store, make_arena(bank, 6), bank.layout.stride_bytes, make_pool(1), 0, 1.0,
+                            deterministic);
+    client.begin_step(1);
+    std::mt19937 random(61);
+    for (int i = 0; i < 150; ++i) {
+      const Batch batch(random);
+      batch.check(bank, batch.run(client));
+    }
+    const ft::StepCounters counters = client.step_counters();
+    CHECK(counters.hits > 0 && counters.fetches > 0 && counters.cpu > 0);
+    CHECK(kill(cpu_process, SIGKILL) == 0);
+    CHECK(waitpid(cpu_process, nullptr, 0) == cpu_process);
+    const std::string failure = failure_of([&] {
+      for (;;) Batch(random).run(client);
+    });
+    CHECK(begins(failure, "CpuExecutor did not answer"));
+  }
+  int status = 0;  // the abort that followed the time-out ends the other process too
+  CHECK(waitpid(cache_process, &status, 0) == cache_process && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+}  // namespace
+
+int main() {
+  const Bank bank;
+  for (const bool deterministic : {false, true})
+    test_processes(bank, deterministic);  // first: no thread may run at a fork
+  for (const bool deterministic : {false, true}) {
+    for (const int num_slots : {0, 6, 24}) {
+      for (const double fraction : {0.0, 0.5, 1.0}) {
+        test_results(bank, {.num_slots = num_slots, .fraction = fraction, .deterministic = deterministic}, 60);
+      }
+    }
+    test_results(bank, {.num_slots = 0, .in_place = true, .deterministic = deterministic}, 60);
+    test_results(bank, {.deterministic = deterministic, .spin_us = 20, .policy = ft::SlotPolicy::kLru}, 60);
+  }
+  test_deterministic(bank);
+  test_abort_at_any_moment(bank);
+  test_late_parties(bank);
+  test_bad_input(bank);
+  test_mismatches(bank);
+  return 0;
+}
