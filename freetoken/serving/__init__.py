@@ -1,0 +1,1 @@
+"""The HTTP front: one aiohttp server that turns API requests into ``SubmitRequest`` and tokens into text."""

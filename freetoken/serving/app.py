@@ -1,0 +1,187 @@
+"""Routes, authentication, and the frame around every request: ids, errors, counts."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import re
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+from aiohttp import web
+
+from freetoken.messages import HealthState
+from freetoken.serving.chat import chat_completions
+from freetoken.serving.completions import completions
+from freetoken.serving.context import CONTEXT, FrontContext
+from freetoken.serving.errors import RETRY_AFTER_LOADING_S, ApiError, internal, model_not_found, openai_error_body
+from freetoken.serving.metrics import CONTENT_TYPE, exposition
+from freetoken.serving.status import actor_json
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+OPEN_PATHS = frozenset({"/health"})
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    """``value`` as a JSON body. Numbers that JSON cannot write become null."""
+    return web.Response(body=orjson.dumps(value), status=status, headers=headers, content_type="application/json")
+
+
+async def models(request: web.Request) -> web.StreamResponse:
+    """The served model, with its limits."""
+    return json_response({"object": "list", "data": [_model(request.app[CONTEXT])]})
+
+
+async def model(request: web.Request) -> web.StreamResponse:
+    """One model by name."""
+    context = request.app[CONTEXT]
+    name = request.match_info["id"]
+    if name != context.spec.served_model_name:
+        raise model_not_found(name, context.spec.served_model_name)
+    return json_response(_model(context))
+
+
+def _model(context: FrontContext) -> dict[str, Any]:
+    return {
+        "id": context.spec.served_model_name,
+        "object": "model",
+        "created": context.created_s,
+        "owned_by": "freetoken",
+        "context_length": context.limits.context_tokens,
+        "max_model_len": context.limits.context_tokens,
+        "max_output_tokens": context.limits.context_tokens - 1,
+    }
+
+
+async def health(request: web.Request) -> web.StreamResponse:
+    """200 when the engine answers requests, else 503; with progress while loading."""
+    report = await request.app[CONTEXT].engine.health_report()
+    if report["status"] == HealthState.READY.value:
+        return json_response(report)
+    return json_response(report, 503, {"Retry-After": str(RETRY_AFTER_LOADING_S)})
+
+
+async def metrics(request: web.Request) -> web.StreamResponse:
+    """Every actor's figures and the front's histograms, for Prometheus."""
+    context = request.app[CONTEXT]
+    body = exposition(context.metrics, await context.engine.actors())
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+
+
+async def actors(request: web.Request) -> web.StreamResponse:
+    """Every actor's status."""
+    statuses = await request.app[CONTEXT].engine.actors()
+    return json_response({"object": "list", "actors": [actor_json(status) for status in statuses]})
+
+
+async def cache_status(request: web.Request) -> web.StreamResponse:
+    """Expert slots, KV blocks and the store: plan and present figures."""
+    return json_response(await request.app[CONTEXT].engine.cache_status())
+
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/completions", completions),
+    ("GET", "/v1/models", models),
+    ("GET", "/v1/models/{id:.+}", model),
+    ("GET", "/v1/actors", actors),
+    ("GET", "/v1/cache/status", cache_status),
+    ("GET", "/health", health),
+    ("GET", "/metrics", metrics),
+)
+
+
+def authorise(request: web.Request, api_keys: tuple[str, ...]) -> None:
+    """Raises 401 without one of the keys, and 403 for a browser page of another origin."""
+    origin = request.headers.get("Origin")
+    if origin is not None and urlsplit(origin).netloc.lower() != request.headers.get("Host", "").lower():
+        raise ApiError(403, f"requests from pages of {origin[:200]!r} are not allowed", "cross_origin")
+    if not api_keys or request.path in OPEN_PATHS:
+        return
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    candidate = given.strip().encode("utf-8", "surrogateescape")
+    matches = [hmac.compare_digest(candidate, key.encode()) for key in api_keys]
+    if scheme.lower() != "bearer" or not any(matches):
+        detail = "is not valid" if given else "is missing; send it as 'Authorization: Bearer KEY'"
+        raise ApiError(401, f"the API key {detail}", "invalid_api_key")
+
+
+def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
+    """aiohttp's own refusals."""
+    if error.status == 404:
+        return ApiError(404, f"there is no {request.path[:200]!r} here", "not_found")
+    if error.status == 405:
+        allowed = ", ".join(sorted(getattr(error, "allowed_methods", ())))
+        return ApiError(
+            405, f"{request.path[:200]!r} does not take {request.method}; it takes {allowed}", "method_not_allowed"
+        )
+    if error.status == 413:
+        limit = request.app[CONTEXT].spec.config.server.max_body_bytes
+        return ApiError(
+            413, f"the request body is larger than {limit} bytes (server.max_body_bytes)", "request_too_large"
+        )
+    return ApiError(error.status, error.reason or "the request was refused", "http_error")
+
+
+def _route_name(request: web.Request) -> str:
+    resource = request.match_info.route.resource
+    return "unknown" if resource is None else resource.canonical
+
+
+@web.middleware
+async def frame(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Around every request. Nothing but a lost client leaves it as an exception."""
+    given = request.headers.get("X-Request-Id", "")
+    request["id"] = given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(8)}"
+    context = request.app[CONTEXT]
+    status = 499
+    try:
+        response = await _answer(request, handler, context)
+        status = response.status
+        return response
+    finally:
+        context.metrics.response(_route_name(request), status)
+
+
+async def _answer(request: web.Request, handler: Handler, context: FrontContext) -> web.StreamResponse:
+    headers: dict[str, str] = {}
+    try:
+        authorise(request, context.spec.config.server.api_keys)
+        return await handler(request)
+    except ApiError as caught:
+        error = caught
+    except web.HTTPException as caught:
+        error = _from_http(request, caught)
+        if "Allow" in caught.headers:
+            headers["Allow"] = caught.headers["Allow"]
+    except (asyncio.CancelledError, ConnectionError):
+        raise
+    except Exception:
+        logger.exception("event=request_failed request=%s path=%r", request["id"], request.path)
+        error = internal(request["id"])
+    return json_response(openai_error_body(error), error.status, {**headers, **error.headers})
+
+
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = "freetoken"
+    if "id" in request:
+        response.headers["X-Request-Id"] = request["id"]
+
+
+def build_app(context: FrontContext) -> web.Application:
+    """The application, to be run with ``handler_cancellation=True``: the handler of a client that left is cancelled,
+    and so aborts its generation."""
+    app = web.Application(middlewares=[frame], client_max_size=context.spec.config.server.max_body_bytes)
+    app[CONTEXT] = context
+    app.on_response_prepare.append(_add_headers)
+    for method, path, handler in ROUTES:
+        app.router.add_route(method, path, handler)
+    return app

@@ -1,0 +1,106 @@
+"""Server-sent events: framing, keep-alive, and the loop that streams a generation in any dialect."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import orjson
+from aiohttp import web
+
+from freetoken.serving.choice import ChoiceDelta
+from freetoken.serving.errors import ApiError, internal
+from freetoken.serving.generation import Generation
+from freetoken.serving.usage import Usage
+
+logger = logging.getLogger(__name__)
+
+FIRST_GRACE_S = 0.05
+"""An engine that refuses a request does so at once. Until this time has passed the response has not begun, and the
+refusal still gets its own HTTP status."""
+
+KEEPALIVE_COMMENT = b": keep-alive\n\n"
+HEADERS: Mapping[str, str] = {
+    "Content-Type": "text/event-stream",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    """One event with a JSON payload, framed."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+class StreamDialect(Protocol):
+    """How an API writes a stream. Every method returns framed bytes, possibly of several events or none."""
+
+    keepalive: bytes
+
+    def begin(self) -> bytes:
+        """Before the first token."""
+        ...
+
+    def deltas(self, deltas: list[ChoiceDelta]) -> bytes:
+        """News of one or several choices."""
+        ...
+
+    def end(self, usage: Usage) -> bytes:
+        """After the last token."""
+        ...
+
+    def error(self, error: ApiError) -> bytes:
+        """Instead of the rest; the last thing that is sent."""
+        ...
+
+
+async def stream(
+    request: web.Request, generation: Generation, dialect: StreamDialect, keepalive_s: float, request_id: str
+) -> web.StreamResponse:
+    """Run ``generation`` and stream it to the client.
+
+    Errors before the first byte are raised (``ApiError``); later ones end the stream with the dialect's error event. A
+    client that leaves ends the generation.
+    """
+    async with generation:
+        news = await generation.next(FIRST_GRACE_S)
+        response = web.StreamResponse(headers=HEADERS)
+        await response.prepare(request)
+        try:
+            await _pump(response, generation, dialect, keepalive_s, news)
+        except ConnectionError:
+            raise
+        except ApiError as error:
+            logger.info("event=stream_failed request=%s error=%r", request_id, str(error))
+            await response.write(dialect.error(error))
+        except Exception:
+            logger.exception("event=stream_failed request=%s", request_id)
+            await response.write(dialect.error(internal(request_id)))
+        await response.write_eof()
+        return response
+
+
+async def _pump(
+    response: web.StreamResponse,
+    generation: Generation,
+    dialect: StreamDialect,
+    keepalive_s: float,
+    news: list[ChoiceDelta],
+) -> None:
+    await response.write(dialect.begin() + dialect.deltas(news))
+    written_s = time.monotonic()
+    while not generation.done:
+        news = await generation.next(max(0.0, keepalive_s - (time.monotonic() - written_s)))
+        if news:
+            data = dialect.deltas(news)
+        elif time.monotonic() - written_s >= keepalive_s:
+            data = dialect.keepalive
+        else:
+            continue
+        await response.write(data)
+        written_s = time.monotonic()
+    await generation.settle()
+    await response.write(dialect.end(generation.usage()))

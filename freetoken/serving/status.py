@@ -1,0 +1,182 @@
+"""What the engine tells about itself: health, actors, caches. The figures come from the actors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, TypeVar
+
+from freetoken.launch_spec import LaunchSpec
+from freetoken.messages import ActorName, ActorState, ActorStatus, HealthState, HealthView
+from freetoken.serving.control import Control
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CONTROL_TIMEOUT_S = 2.0
+FRESH_S = 0.2
+"""Answers of the Controller are shared by all requests within this time."""
+
+
+class _Cached(Generic[T]):
+    """One question to the Controller: asked once at a time, its answer kept for ``FRESH_S``."""
+
+    def __init__(self, ask: Callable[[], Awaitable[T]]) -> None:
+        self._ask = ask
+        self._answer: T | None = None
+        self._answered_s = -FRESH_S
+        self._lock = asyncio.Lock()
+
+    async def get(self) -> T:
+        """The answer; raises what the question raised, or ``TimeoutError``."""
+        async with self._lock:
+            if self._answer is None or time.monotonic() - self._answered_s >= FRESH_S:
+                self._answer = None
+                try:
+                    self._answer = await asyncio.wait_for(self._ask(), CONTROL_TIMEOUT_S)
+                except asyncio.TimeoutError:
+                    raise TimeoutError(f"no answer within {CONTROL_TIMEOUT_S} s") from None
+                self._answered_s = time.monotonic()
+            return self._answer
+
+
+class EngineView:
+    """The engine as the front sees it. ``own_status`` and ``own_health`` are this actor's; they need no Controller."""
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        control: Control | None,
+        own_status: Callable[[], ActorStatus],
+        own_health: Callable[[], HealthView],
+    ) -> None:
+        self._spec = spec
+        self._own_status = own_status
+        self._own_health = own_health
+        self._actors = None if control is None else _Cached(control.actors)
+        self._health = None if control is None else _Cached(control.health)
+
+    async def actors(self) -> list[ActorStatus]:
+        """Every actor's newest status; only this one's when the Controller does not answer."""
+        own = self._own_status()
+        if self._actors is None:
+            return [own]
+        try:
+            others = await self._actors.get()
+        except Exception as error:
+            logger.warning("event=control_unreachable question=actors error=%r", str(error))
+            return [own]
+        return [own if actor.name is own.name else actor for actor in others] or [own]
+
+    async def health(self) -> HealthView:
+        """The worse of this actor's state and the Controller's judgement."""
+        own = self._own_health()
+        if self._health is None or own.state is HealthState.STOPPING:
+            return own
+        try:
+            view = await self._health.get()
+        except Exception as error:
+            logger.warning("event=control_unreachable question=health error=%r", str(error))
+            if own.state is not HealthState.READY:
+                return own
+            return HealthView(HealthState.DEGRADED, f"the Controller does not answer: {error or type(error).__name__}")
+        return own if view.state is HealthState.READY and own.state is not HealthState.READY else view
+
+    async def health_report(self) -> dict[str, Any]:
+        """The body of /health."""
+        view, actors = await self.health(), await self.actors()
+        scheduler = _metrics_of(actors, ActorName.SCHEDULER)
+        stalled = self._stalled(scheduler) if view.state is HealthState.READY else ""
+        state = HealthState.DEGRADED if stalled else view.state
+        report: dict[str, Any] = {
+            "status": state.value,
+            "detail": stalled or view.detail,
+            "model": self._spec.served_model_name,
+            "requests": {key: scheduler.get(name) for key, name in (("running", "running"), ("waiting", "waiting"))},
+            "last_step_age_s": scheduler.get("last_step_age_s"),
+            "actors": {
+                actor.name.value: {"state": actor.state.value, "epoch": actor.epoch, "restarts": actor.restarts}
+                for actor in actors
+            },
+        }
+        if state is HealthState.LOADING:
+            share = view.done_bytes / view.total_bytes if view.total_bytes else None
+            report["progress"] = {
+                "done_bytes": view.done_bytes,
+                "total_bytes": view.total_bytes,
+                "fraction": share,
+                "what": view.what,
+            }
+        return report
+
+    def _stalled(self, scheduler: dict[str, float]) -> str:
+        """Why the engine makes no progress though there is work; empty when it does."""
+        age_s = scheduler.get("last_step_age_s")
+        work = scheduler.get("running", 0.0) + scheduler.get("waiting", 0.0)
+        limit_s = self._spec.config.scheduler.step_timeout_s
+        if age_s is None or work <= 0 or age_s <= limit_s:
+            return ""
+        return (
+            f"no step for {age_s:.0f} s with {work:.0f} requests running or waiting (scheduler.step_timeout_s is "
+            f"{limit_s:.0f})"
+        )
+
+    async def cache_status(self) -> dict[str, Any]:
+        """The body of /v1/cache/status."""
+        actors = await self.actors()
+        experts = _metrics_of(actors, ActorName.EXPERT_CACHE)
+        uses = {kind: experts.get(f"{kind}_total", 0.0) for kind in ("hits", "fetches", "cpu")}
+        total = sum(uses.values())
+        kv = _metrics_of(actors, ActorName.KV_ALLOCATOR)
+        queried = kv.get("query_tokens_total", 0.0)
+        plan = self._spec.plan
+        return {
+            "object": "cache.status",
+            "plan": {
+                "num_slots": plan.num_slots,
+                "slot_stride_bytes": plan.slot_stride_bytes,
+                "num_kv_blocks": plan.num_kv_blocks,
+                "kv_block_size": plan.kv_block_size,
+                "kv_dtype": plan.kv_dtype,
+                "kv_capacity_tokens": plan.kv_capacity_tokens,
+                "max_context_tokens": plan.max_context_tokens,
+                "store_bytes": plan.store_bytes,
+                "dense_bytes": plan.dense_bytes,
+                "workspace_bytes": plan.workspace_bytes,
+            },
+            "experts": {
+                "capacity": plan.num_slots,
+                **experts,
+                "hit_rate": uses["hits"] / total if total else None,
+            },
+            "kv": {
+                "capacity_tokens": plan.kv_capacity_tokens,
+                **kv,
+                "hit_rate": kv.get("hit_tokens_total", 0.0) / queried if queried else None,
+            },
+            "store": {"store_bytes": plan.store_bytes, **_metrics_of(actors, ActorName.WEIGHT_STREAMER)},
+        }
+
+
+def _metrics_of(actors: list[ActorStatus], name: ActorName) -> dict[str, float]:
+    for actor in actors:
+        if actor.name is name and actor.state is not ActorState.DEAD:
+            return dict(actor.metrics)
+    return {}
+
+
+def actor_json(actor: ActorStatus) -> dict[str, Any]:
+    """One entry of /v1/actors."""
+    return {
+        "name": actor.name.value,
+        "state": actor.state.value,
+        "pid": actor.pid,
+        "epoch": actor.epoch,
+        "uptime_s": round(actor.uptime_s, 3),
+        "restarts": actor.restarts,
+        "detail": actor.detail,
+        "metrics": actor.metrics,
+    }
