@@ -1,0 +1,82 @@
+"""A model ready to run on this process's device: the decoder over the store's weights, its operations, its arena."""
+
+from __future__ import annotations
+
+import torch
+
+from freetoken import _native
+from freetoken.checkpoint.ftw import FtwIndex
+from freetoken.checkpoint.held_store import HeldStore
+from freetoken.execution.arena import Arena
+from freetoken.execution.cpu_ops import CpuOps
+from freetoken.execution.dense_weights import map_dense_weights
+from freetoken.execution.experts import ExpertRunner, MailboxExperts, NoExperts
+from freetoken.execution.step_executor import StepExecutor, StepLimits
+from freetoken.launch_spec import LaunchSpec
+from freetoken.models.decoder import Decoder, DecoderBatch
+
+_WARM_UP_TOKENS = (1, 64)
+
+
+class ModelRuntime:
+    """Lives as long as the store and the arena it was built on; executors are made anew for each epoch."""
+
+    def __init__(
+        self, launch: LaunchSpec, index: FtwIndex, store: HeldStore, arena: Arena, pool: _native.WorkerPool
+    ) -> None:
+        """Maps the weights. Raises ``CheckpointError`` when store and index do not belong together."""
+        self._launch = launch
+        self._arena = arena
+        self._pool = pool
+        weights = map_dense_weights(index, store.segments)
+        self._decoder = Decoder(launch.model, weights, launch.plan.max_context_tokens)
+        self._expert_store = store.build_expert_store(index) if launch.model.is_moe else None
+
+    def build_executor(self, mailbox: _native.Mailbox | None) -> StepExecutor:
+        """An executor without requests. ``mailbox`` is needed by models with routed experts."""
+        launch, plan = self._launch, self._launch.plan
+        experts: ExpertRunner = NoExperts()
+        if self._expert_store is not None:
+            assert mailbox is not None
+            experts = MailboxExperts(
+                _native.DeviceClient(
+                    mailbox,
+                    self._expert_store,
+                    self._arena.slot_segment,
+                    plan.slot_stride_bytes,
+                    self._pool,
+                    plan.spin_us,
+                    launch.config.executor.wait_timeout_s,
+                    launch.config.deterministic,
+                )
+            )
+        limits = StepLimits(
+            block_size=plan.kv_block_size,
+            num_blocks=plan.num_kv_blocks,
+            max_context_tokens=plan.max_context_tokens,
+            max_batch_tokens=plan.max_batch_tokens,
+            seed_tail_tokens=launch.config.experts.seed_tail_tokens,
+        )
+        return StepExecutor(self._decoder, self._ops(experts), experts, limits)
+
+    def warm_up(self) -> None:
+        """Run a few shapes without experts and without writing KV, so that the first request does not pay for it."""
+        plan = self._launch.plan
+        largest = min(plan.max_batch_tokens, plan.max_context_tokens, plan.num_kv_blocks * plan.kv_block_size)
+        ops = self._ops(NoExperts())
+        for count in _WARM_UP_TOKENS:
+            count = min(count, largest)
+            num_blocks = -(-count // plan.kv_block_size)
+            batch = DecoderBatch(
+                token_ids=torch.zeros(count, dtype=torch.int64),
+                positions=torch.arange(count, dtype=torch.int32),
+                slot_mapping=torch.full((count,), -1, dtype=torch.int64),
+                row_starts=torch.tensor([0, count], dtype=torch.int32),
+                block_tables=torch.arange(num_blocks, dtype=torch.int32)[None],
+                admit=torch.zeros(count, dtype=torch.uint8),
+                logit_tokens=torch.tensor([count - 1]),
+            )
+            self._decoder.forward(batch, ops)
+
+    def _ops(self, experts: ExpertRunner) -> CpuOps:
+        return CpuOps(self._pool, self._arena, experts, self._launch.config.deterministic)
