@@ -79,8 +79,8 @@ std::shared_ptr<ExpertStore> make_store(std::vector<std::shared_ptr<SharedSegmen
 
 void expert_ffn(WorkerPool& pool, const ExpertStore& store, int layer, const py::object& hidden, const py::object& ids,
                 const py::object& weights, const py::object& out, bool deterministic) {
-  require(layer >= 0 && layer < store.num_layers(), "layer must be 0.." + std::to_string(store.num_layers() - 1) +
-                                                        ", got " + std::to_string(layer));
+  require(layer >= 0 && layer < store.num_layers(),
+          "layer must be 0.." + std::to_string(store.num_layers() - 1) + ", got " + std::to_string(layer));
   const RecordLayout& layout = store.layout(layer);
   const auto hidden_view = view_array<const float>(hidden, "hidden", 2);
   const auto ids_view = view_array<const std::int32_t>(ids, "ids", 2);
@@ -101,8 +101,8 @@ void expert_ffn(WorkerPool& pool, const ExpertStore& store, int layer, const py:
   std::vector<std::uint8_t> selected(num_routes, 0);
   for (std::int64_t r = 0; r < num_routes; ++r) {
     const std::int32_t id = ids_view.data[r];
-    require(id >= -1 && id < store.num_experts(), "ids must be -1.." + std::to_string(store.num_experts() - 1) +
-                                                      ", got " + std::to_string(id));
+    require(id >= -1 && id < store.num_experts(),
+            "ids must be -1.." + std::to_string(store.num_experts() - 1) + ", got " + std::to_string(id));
     if (id < 0) continue;
     starts[id + 1] += 1;
     selected[r] = 1;

@@ -66,8 +66,7 @@ py::array_t<std::uint32_t> checksum_ranges(const SharedSegment& segment, const p
 
 void bind_reading(py::module_& m) {
   py::class_<DirectReader, std::shared_ptr<DirectReader>>(m, "DirectReader", py::is_final())
-      .def(py::init<int, std::size_t, bool>(), py::arg("num_threads"), py::arg("chunk_bytes"),
-           py::arg("direct") = true)
+      .def(py::init<int, std::size_t, bool>(), py::arg("num_threads"), py::arg("chunk_bytes"), py::arg("direct") = true)
       .def("submit", &DirectReader::submit, py::arg("path"), py::arg("size_bytes"), py::arg("destination").none(false),
            py::arg("destination_offset") = 0, py::call_guard<py::gil_scoped_release>())
       .def("progress", &DirectReader::progress)

@@ -41,18 +41,17 @@ void bind_shared(py::module_& m) {
       .def_property_readonly("fd", &SharedSegment::fd)
       .def_property_readonly("name", &SharedSegment::name)
       .def_property_readonly("size_bytes", &SharedSegment::size_bytes)
-      .def(
-          "populate",
-          [](SharedSegment& segment) {
-            try {
-              const py::gil_scoped_release release;
-              segment.populate();
-            } catch (const std::system_error& error) {
-              if (error.code().value() != ENOMEM && error.code().value() != ENOSPC) throw;
-              PyErr_SetString(PyExc_MemoryError, error.what());
-              throw py::error_already_set();
-            }
-          })
+      .def("populate",
+           [](SharedSegment& segment) {
+             try {
+               const py::gil_scoped_release release;
+               segment.populate();
+             } catch (const std::system_error& error) {
+               if (error.code().value() != ENOMEM && error.code().value() != ENOSPC) throw;
+               PyErr_SetString(PyExc_MemoryError, error.what());
+               throw py::error_already_set();
+             }
+           })
       .def("__repr__", &describe)
       .def_buffer([](SharedSegment& segment) {
         return py::buffer_info(reinterpret_cast<std::uint8_t*>(segment.data()),

@@ -161,11 +161,9 @@ struct DirectReader::Impl {
       const std::size_t offset = chunk.offset + done;
       const std::size_t left = chunk.size - done;
       const std::size_t aligned = left / kAlignment * kAlignment;
-      const bool direct =
-          file.use_direct.load(std::memory_order_relaxed) && offset % kAlignment == 0 && aligned != 0;
-      const ssize_t count =
-          direct ? pread(file.direct.get(), file.target + offset, aligned, static_cast<off_t>(offset))
-                 : pread(file.buffered.get(), file.target + offset, left, static_cast<off_t>(offset));
+      const bool direct = file.use_direct.load(std::memory_order_relaxed) && offset % kAlignment == 0 && aligned != 0;
+      const ssize_t count = direct ? pread(file.direct.get(), file.target + offset, aligned, static_cast<off_t>(offset))
+                                   : pread(file.buffered.get(), file.target + offset, left, static_cast<off_t>(offset));
       if (count > 0) {
         done += static_cast<std::size_t>(count);
         bytes_read.fetch_add(static_cast<std::uint64_t>(count), std::memory_order_relaxed);
@@ -247,8 +245,8 @@ void DirectReader::cancel() {
   const std::lock_guard lock(impl_->mutex);
   impl_->cancelled = true;
   if (impl_->running == 0 && impl_->files.empty()) return;
-  impl_->drop_rest(std::make_exception_ptr(
-      std::system_error(ECANCELED, std::generic_category(), "reading was cancelled")));
+  impl_->drop_rest(
+      std::make_exception_ptr(std::system_error(ECANCELED, std::generic_category(), "reading was cancelled")));
 }
 
 }  // namespace ft

@@ -21,8 +21,8 @@ class DirectReader {
   DirectReader(const DirectReader&) = delete;
   DirectReader& operator=(const DirectReader&) = delete;
 
-  // Reads size_bytes, which must be the size of the file. std::invalid_argument when the destination does not hold it or
-  // after cancel(); a missing or unfit file is a failure of wait().
+  // Reads size_bytes, which must be the size of the file. std::invalid_argument when the destination does not hold it
+  // or after cancel(); a missing or unfit file is a failure of wait().
   void submit(const std::string& path, std::size_t size_bytes, std::shared_ptr<SharedSegment> destination,
               std::size_t destination_offset);
 

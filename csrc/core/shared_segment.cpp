@@ -34,7 +34,8 @@ int create_memfd(const char* name) {
 std::byte* map_shared(int fd, std::size_t size_bytes) {
   void* address = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (address == MAP_FAILED) return nullptr;
-  // Where the administrator set shmem huge pages to "advise", this saves most of the TLB misses; elsewhere it is a no-op.
+  // Where the administrator set shmem huge pages to "advise", this saves most of the TLB misses; elsewhere it is a
+  // no-op.
   madvise(address, size_bytes, MADV_HUGEPAGE);
   return static_cast<std::byte*>(address);
 }

@@ -268,8 +268,7 @@ void WorkerPool::run(const std::function<void(int worker)>& body) {
   impl_->run_section(body);
 }
 
-void WorkerPool::run_shared(std::size_t shared_bytes,
-                            const std::function<void(int worker, std::byte* shared)>& body) {
+void WorkerPool::run_shared(std::size_t shared_bytes, const std::function<void(int worker, std::byte* shared)>& body) {
   if (in_section) throw std::logic_error("a parallel section must not start another one");
   const std::lock_guard lock(impl_->section_mutex);
   impl_->check_open();

@@ -23,8 +23,8 @@ const char* isa_name(Isa isa);
 // A body must not start another section (std::logic_error).
 class WorkerPool {
  public:
-  // core_ids is empty or names at least num_threads logical CPUs; thread i is pinned to core_ids[i]. The caller's thread
-  // (worker 0) is not ours and stays as it is: see core_id(). A failed pin is a warning.
+  // core_ids is empty or names at least num_threads logical CPUs; thread i is pinned to core_ids[i]. The caller's
+  // thread (worker 0) is not ours and stays as it is: see core_id(). A failed pin is a warning.
   WorkerPool(int num_threads, std::vector<int> core_ids, int spin_us, Isa isa);
   ~WorkerPool();
   WorkerPool(const WorkerPool&) = delete;
