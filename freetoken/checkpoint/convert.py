@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freetoken.checkpoint.ftw import FtwIndex
-from freetoken.checkpoint.ftw_writer import MAX_FILE_BYTES, FtwWriter, plan_index
+from freetoken.checkpoint.ftw_writer import FtwWriter, plan_index
 from freetoken.checkpoint.gguf_source import GgufSource, is_gguf
 from freetoken.checkpoint.hf_source import HfSource
 from freetoken.checkpoint.source import TensorSource
@@ -47,7 +47,7 @@ class ConvertOptions:
     dtype: Literal["keep", "f32", "bf16"] = "keep"
     split_dense_into_experts: int | None = None
     tile_columns: int | None = None
-    max_file_bytes: int = MAX_FILE_BYTES
+    max_file_bytes: int | None = None
     overwrite: bool = False
 
 

@@ -36,10 +36,11 @@ from freetoken.checkpoint.ftw import (
 from freetoken.checkpoint.integrity import crc32c, digest_json
 from freetoken.errors import CheckpointError
 from freetoken.models.registry import dense_tensor_names, parse_model_config
-from freetoken.quant.record import DTYPE_BYTES, RECORD_ALIGNMENT_BYTES, RecordLayout, plan_record_layout
+from freetoken.quant.record import DTYPE_BYTES, RECORD_ALIGNMENT_BYTES, plan_record_layout
 from freetoken.units import align_up, format_bytes
 
 MAX_FILE_BYTES = 8 * 1024**3
+_SMALLEST_FULL_FILE_BYTES = 256 * 1024**2
 JOURNAL_NAME = "progress.jsonl"
 _READ_CHUNK_BYTES = 16 * 1024**2
 
@@ -50,30 +51,37 @@ def plan_index(
     layer_dtypes: Sequence[str],
     *,
     tile_columns: int | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    max_file_bytes: int | None = None,
     path: str | Path = "",
 ) -> FtwIndex:
     """Where everything will lie: an index without checksums and fingerprint.
 
     ``dense_dtypes`` has the dtype of each canonical tensor, ``layer_dtypes`` that of each expert layer's records.
-    Raises ``CheckpointError`` when a tensor or record is larger than ``max_file_bytes``.
+    ``max_file_bytes`` None chooses a size that makes some tens of files, so that a loader can check one file while it
+    reads the next; never above ``MAX_FILE_BYTES``. Raises ``CheckpointError`` when a tensor or record is larger than a
+    file may be.
     """
     spec = parse_model_config(model_config)
+    sizes = {
+        name: int(np.prod(shape, dtype=np.int64)) * DTYPE_BYTES[dense_dtypes[name]]
+        for name, shape in dense_tensor_names(spec).items()
+    }
+    layer_layouts = [
+        plan_record_layout(dtype, spec.hidden_size, spec.moe_intermediate_size, tile_columns) for dtype in layer_dtypes
+    ]
+    layouts = tuple(dict.fromkeys(layer_layouts))
+    if max_file_bytes is None:
+        total = sum(sizes.values()) + spec.num_experts * sum(layout.stride_bytes for layout in layer_layouts)
+        largest = max(*sizes.values(), *(layout.stride_bytes for layout in layouts))
+        max_file_bytes = min(MAX_FILE_BYTES, align_up(max(_SMALLEST_FULL_FILE_BYTES, total // 64, largest), 4096))
     packer = _FilePacker(max_file_bytes)
     tensors = {}
     for name, shape in dense_tensor_names(spec).items():
-        size = int(np.prod(shape, dtype=np.int64)) * DTYPE_BYTES[dense_dtypes[name]]
-        number, offset = packer.place("dense", size, TENSOR_ALIGNMENT_BYTES, f"tensor {name!r}")
-        tensors[name] = FtwTensor(name, dense_dtypes[name], shape, number, offset, size, 0)
-    layouts: list[RecordLayout] = []
-    layer_layout = []
+        number, offset = packer.place("dense", sizes[name], TENSOR_ALIGNMENT_BYTES, f"tensor {name!r}")
+        tensors[name] = FtwTensor(name, dense_dtypes[name], shape, number, offset, sizes[name], 0)
     shape = (len(spec.moe_layers), spec.num_experts)
     record_file, record_offset = np.zeros(shape, np.int32), np.zeros(shape, np.int64)
-    for layer, dtype in enumerate(layer_dtypes):
-        layout = plan_record_layout(dtype, spec.hidden_size, spec.moe_intermediate_size, tile_columns)
-        if layout not in layouts:
-            layouts.append(layout)
-        layer_layout.append(layouts.index(layout))
+    for layer, layout in enumerate(layer_layouts):
         for expert in range(spec.num_experts):
             what = f"record of layer {spec.moe_layers[layer]} expert {expert}"
             number, offset = packer.place("experts", layout.stride_bytes, RECORD_ALIGNMENT_BYTES, what)
@@ -85,8 +93,8 @@ def plan_index(
         source={},
         model_config=model_config,
         spec=spec,
-        layouts=tuple(layouts),
-        layer_layout=tuple(layer_layout),
+        layouts=layouts,
+        layer_layout=tuple(layouts.index(layout) for layout in layer_layouts),
         files=packer.files(),
         tensors=tensors,
         record_file=record_file,
@@ -372,15 +380,15 @@ class FtwWriter:
         _fsync_path(self.partial)
 
     def _move_into_place(self) -> None:
-        """The journal goes last before the rename: up to there an interruption can still be resumed."""
+        """The journal goes after the rename: up to there an interruption can still be resumed."""
         check_destination(self.destination, self._overwrite)
         old = self.destination.with_name(f".{self.destination.name}.old")
         if self.destination.exists():
             if old.exists():
                 shutil.rmtree(old)
             self.destination.rename(old)
-        (self.partial / JOURNAL_NAME).unlink(missing_ok=True)
         self.partial.rename(self.destination)
+        (self.destination / JOURNAL_NAME).unlink()
         _fsync_path(self.destination.parent)
         if old.exists():
             shutil.rmtree(old)

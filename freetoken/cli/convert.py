@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from freetoken.checkpoint.convert import ConvertOptions, convert
-from freetoken.checkpoint.ftw_writer import MAX_FILE_BYTES
 from freetoken.errors import FreeTokenError
 from freetoken.units import format_bytes, parse_bytes
 
@@ -36,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is there already")
     parser.add_argument(
-        "--max-file-bytes", type=parse_bytes, default=MAX_FILE_BYTES, metavar="BYTES", help="largest data file (8GiB)"
+        "--max-file-bytes", type=parse_bytes, metavar="BYTES", help="largest data file (default: by size, up to 8GiB)"
     )
 
 
