@@ -49,15 +49,18 @@ class CpuOps:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if self._deterministic or x.shape[0] <= NATIVE_LINEAR_MAX_TOKENS:
-            out = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
-            _native.linear(self._pool, x.numpy(), _array(weight), None if bias is None else bias.numpy(), out.numpy())
-            return out
+            return self._native_linear(x, weight, bias)
         if weight.dtype == torch.float32:
             return F.linear(x, weight, bias)
         if self._bf16_products:
             out = F.linear(x.bfloat16(), weight).float()
             return out if bias is None else out.add_(bias)
         return F.linear(x, weight.float(), bias)
+
+    def _native_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
+        _native.linear(self._pool, x.numpy(), _array(weight), None if bias is None else bias.numpy(), out.numpy())
+        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
@@ -77,8 +80,12 @@ class CpuOps:
         _native.silu_and_mul(self._pool, gate.numpy(), up.numpy(), out.numpy())
         return out
 
-    def router(self, logits: Tensor, router: RouterSpec) -> tuple[Tensor, Tensor]:
-        shape = (logits.shape[0], router.num_experts_per_tok)
+    def router(self, hidden: Tensor, weight: Tensor, router: RouterSpec) -> tuple[Tensor, Tensor]:
+        if self._deterministic or hidden.shape[0] <= NATIVE_LINEAR_MAX_TOKENS:
+            logits = self._native_linear(hidden, weight, None)
+        else:
+            logits = F.linear(hidden, weight.float())
+        shape = (hidden.shape[0], router.num_experts_per_tok)
         ids, weights = torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.float32)
         _native.router_topk(
             self._pool,

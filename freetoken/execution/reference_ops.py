@@ -55,8 +55,8 @@ class ReferenceOps:
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return gate * torch.sigmoid(gate) * up
 
-    def router(self, logits: Tensor, router: RouterSpec) -> tuple[Tensor, Tensor]:
-        probabilities = torch.softmax(logits, dim=-1)
+    def router(self, hidden: Tensor, weight: Tensor, router: RouterSpec) -> tuple[Tensor, Tensor]:
+        probabilities = torch.softmax(self.linear(hidden, weight), dim=-1)
         # A stable sort prefers the lower id among equals, which topk does not promise.
         ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
         weights, ids = ordered[:, : router.num_experts_per_tok], ids[:, : router.num_experts_per_tok]

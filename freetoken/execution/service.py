@@ -1,4 +1,5 @@
-"""The GpuExecutor actor: owns the device's memory and runs the steps. The only service that imports torch: in ``load``."""
+"""The GpuExecutor actor: owns the device's memory, runs the steps; only this service imports torch, in ``load``."""
+
 from __future__ import annotations
 
 import asyncio

@@ -65,8 +65,11 @@ class DecoderOps(Protocol):
         """silu(gate) * up."""
         ...
 
-    def router(self, logits: Tensor, router: RouterSpec) -> tuple[Tensor, Tensor]:
-        """[T, E] -> ids [T, K] int32 and weights [T, K] float32, by descending probability."""
+    def router(self, hidden: Tensor, weight: Tensor, router: RouterSpec) -> tuple[Tensor, Tensor]:
+        """[T, H], [E, H] -> ids [T, K] int32 and weights [T, K] float32, by descending probability.
+
+        The logits are computed in float32 whatever the batch size: a rounded activation here is another expert there.
+        """
         ...
 
     def kv_store(self, layer: int, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
@@ -161,7 +164,7 @@ class Decoder:
 
     def _mlp(self, layer: _Layer, hidden: Tensor, batch: DecoderBatch, ops: DecoderOps) -> Tensor:
         if layer.router is not None and self.spec.router is not None:
-            ids, weights = ops.router(ops.linear(hidden, layer.router), self.spec.router)
+            ids, weights = ops.router(hidden, layer.router, self.spec.router)
             return ops.experts(layer.expert_ordinal, hidden, ids, weights, batch.admit)
         assert layer.gate is not None and layer.up is not None and layer.down is not None
         gate = ops.linear(hidden, layer.gate.weight, layer.gate.bias)
