@@ -63,11 +63,28 @@ class BaseEndpoint(Endpoint):
         self._counts: Counter[str] = Counter()
         self._counts_lock = threading.Lock()
         self._unhandled: set[type] = set()
+        self._epoch_waiters: list[asyncio.Future[None]] = []
 
     @property
     def epoch(self) -> int:
         """The epoch last entered by ``connect``; 0 before the first."""
         return self._epoch
+
+    async def wait_for_epoch(self, epoch: int) -> None:
+        """Returns once ``connect`` has entered ``epoch``. Raises ``PacketError`` when a later one was entered instead,
+        or the endpoint is closed."""
+        while self._epoch < epoch and not self._closed:
+            waiter = asyncio.get_running_loop().create_future()
+            self._epoch_waiters.append(waiter)
+            await waiter
+        if self._epoch != epoch or self._closed:
+            raise PacketError(f"{self.name} is past epoch {epoch}")
+
+    def _wake_epoch_waiters(self) -> None:
+        waiters, self._epoch_waiters = self._epoch_waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def on(self, message_type: type[M], handler: Handler[M]) -> None:
         self._handlers[message_type] = handler
@@ -100,6 +117,7 @@ class BaseEndpoint(Endpoint):
             self._lost.clear()
         self._epoch = wiring.epoch
         self._addresses = dict(wiring.addresses)
+        self._wake_epoch_waiters()
         for peer in unreachable:
             self._loop.call_soon(self._lose, peer, wiring.addresses[peer], "could not be reached")
         if self._held:
@@ -110,6 +128,7 @@ class BaseEndpoint(Endpoint):
         if self._closed:
             return
         self._closed = True
+        self._wake_epoch_waiters()
         self._release()
         for _, _, fds, _ in self._held:
             close_fds(fds)

@@ -201,6 +201,18 @@ async def test_old_epoch_cannot_be_entered_again(network: Network) -> None:
         await a.connect(Wiring(2, {A: a.address}))
 
 
+async def test_waiting_for_an_epoch(network: Network) -> None:
+    a, b = network.endpoint(A), network.endpoint(B)
+    second, third = (asyncio.ensure_future(a.wait_for_epoch(epoch)) for epoch in (2, 3))
+    await network.wire(1, a, b)
+    assert not second.done()
+    await network.wire(3, a, b)
+    with pytest.raises(PacketError, match="past epoch 2"):
+        await second
+    await third
+    await a.wait_for_epoch(3)
+
+
 async def test_unknown_peer(network: Network) -> None:
     a, _ = await pair(network)
     with pytest.raises(PeerLostError, match="not in the wiring"):

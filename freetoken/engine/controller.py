@@ -1,0 +1,122 @@
+"""The Controller: lifecycle and health of the other seven, and a spare set of descriptors of the store."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import ClassVar
+
+from freetoken.checkpoint.held_store import HeldStore, receive_store
+from freetoken.engine.host import ActorHost
+from freetoken.engine.lifecycle import ServiceRunner
+from freetoken.engine.members import SupervisionPolicy
+from freetoken.engine.phases import Phase
+from freetoken.engine.runtime import Overview
+from freetoken.engine.supervisor import Supervisor
+from freetoken.errors import FreeTokenError
+from freetoken.launch_spec import LaunchSpec
+from freetoken.messages import ActorName, ActorStatus, HealthView, StepReport, StoreShared
+from freetoken.service import Service
+from freetoken.transport.base import BaseEndpoint
+
+log = logging.getLogger(__name__)
+
+
+class ControllerService(Service):
+    """``start`` begins the engine's life, ``stop`` ends it; ``actors`` and ``health`` are what ApiFront asks for."""
+
+    name: ClassVar[ActorName] = ActorName.CONTROLLER
+
+    def __init__(
+        self, spec: LaunchSpec, endpoint: BaseEndpoint, host: ActorHost, policy: SupervisionPolicy | None = None
+    ) -> None:
+        super().__init__(spec, endpoint)
+        self.reports: dict[str, StepReport] = {}
+        self._reports_total = 0
+        self._store: HeldStore | None = None
+        self.supervisor = Supervisor(
+            host,
+            ServiceRunner(self, endpoint),
+            policy or SupervisionPolicy.from_config(spec.config.health),
+            self._spec_for,
+            own_holds_store=lambda: self.holds_store,
+        )
+        endpoint.on(StoreShared, self._on_store)
+        endpoint.on(StepReport, self._on_report)
+
+    @property
+    def holds_store(self) -> bool:
+        """Whether a new WeightStreamer could be given the store from here."""
+        return self._store is not None and self._store.is_complete
+
+    def drop_store(self) -> None:
+        """Let go of the store."""
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def start(self, adopt: bool = False) -> None:
+        """Create, load, wire and resume everybody, in the background; or take over what an earlier Controller left."""
+        self.supervisor.start(adopt)
+
+    async def stop(self) -> None:
+        """Close the others in order, then this service."""
+        await self.supervisor.stop()
+        await self.close()
+
+    async def actors(self) -> list[ActorStatus]:
+        """Every actor's newest status, this one's included."""
+        return await self.supervisor.actors()
+
+    async def health(self) -> HealthView:
+        """How the engine is."""
+        return self.supervisor.health()
+
+    async def overview(self) -> Overview:
+        """Everything a launcher shows."""
+        supervisor = self.supervisor
+        failure = supervisor.failure
+        if failure is None and supervisor.phase is Phase.FAILED:
+            failure = FreeTokenError(supervisor.health().detail)
+        return Overview(supervisor.phase, supervisor.health(), tuple(await supervisor.actors()), failure)
+
+    def metrics(self) -> dict[str, float]:
+        """Epoch, restarts and the endpoint's counters."""
+        return {
+            "epoch": float(self.supervisor.epoch),
+            "restarts_total": float(self.supervisor.total_restarts),
+            "ready": float(self.supervisor.phase is Phase.READY),
+            "store_held": float(self.holds_store),
+            "step_reports_total": float(self._reports_total),
+            **self.endpoint.counters(),
+        }
+
+    async def share_store(self, to: ActorName) -> None:
+        """Send the store's descriptors to ``to``. Raises ``FreeTokenError`` when there are none."""
+        if self._store is None:
+            raise FreeTokenError("no store is held")
+        self._store.share(self.endpoint, to, self.epoch)
+
+    async def close(self) -> None:
+        """Let go of the store and close the endpoint."""
+        self.drop_store()
+        await super().close()
+
+    def _on_store(self, message: StoreShared, fds: tuple[int, ...]) -> None:
+        held = receive_store(self._store, message, fds)
+        if held is not self._store:
+            self.drop_store()
+            self._store = held
+
+    def _on_report(self, report: StepReport, fds: tuple[int, ...]) -> None:
+        self.reports[report.sender] = report
+        self._reports_total += 1
+
+    def _spec_for(self, name: ActorName) -> LaunchSpec:
+        """A new ApiFront listens where clients know the old one, also when the system chose the port."""
+        front = self.supervisor.last_status(ActorName.API_FRONT)
+        port = int(front.metrics.get("port", 0)) if front is not None else 0
+        if name is not ActorName.API_FRONT or not port:
+            return self.spec
+        server = self.spec.config.server.model_copy(update={"port": port})
+        return dataclasses.replace(self.spec, config=self.spec.config.model_copy(update={"server": server}))

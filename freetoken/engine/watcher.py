@@ -1,0 +1,107 @@
+"""Watches living actors: liveness pings, newest status, loading progress."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+from freetoken.engine.lifecycle import ActorHandle
+from freetoken.engine.members import Member, SupervisionPolicy
+from freetoken.errors import PeerLostError
+
+log = logging.getLogger(__name__)
+
+STATUS_TIMEOUT_S = 1.0
+_PROGRESS_INTERVAL_S = 0.2
+_SECOND_CHANCE_S = 1.0
+
+
+class Watcher:
+    """Reads and updates the supervisor's members; ``put_down`` and ``lost`` tell it what was found."""
+
+    def __init__(
+        self,
+        own: Member,
+        others: Sequence[Member],
+        policy: SupervisionPolicy,
+        put_down: Callable[[Member, ActorHandle, str], Awaitable[None]],
+        lost: Callable[[ActorHandle, str], None],
+    ) -> None:
+        self._own = own
+        self._others = others
+        self._policy = policy
+        self._put_down = put_down
+        self._lost = lost
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Begin, in the background."""
+        if self._policy.ping_interval_s is not None:
+            self._spawn(self._ping_all(self._policy.ping_interval_s))
+        self._spawn(self._follow_progress())
+
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """What runs now; cancel them to stop watching."""
+        return list(self._tasks)
+
+    async def ask_status(self, member: Member) -> None:
+        """Renew ``member.status`` if the actor answers soon."""
+        handle = member.handle
+        if handle is None:
+            return
+        try:
+            status = await asyncio.wait_for(handle.status(), STATUS_TIMEOUT_S)
+        except Exception:
+            return
+        if member.handle is handle:
+            member.record_status(status)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _ping_all(self, interval_s: float) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            for member in self._others:
+                if member.handle is not None and not member.pinging:
+                    member.pinging = True
+                    self._spawn(self._ping(member, member.handle))
+
+    async def _ping(self, member: Member, handle: ActorHandle) -> None:
+        limit_s = self._policy.ping_timeout_s if member.loaded else self._policy.loading_silence_s
+        try:
+            try:
+                status = await asyncio.wait_for(handle.status(), limit_s)
+            except asyncio.TimeoutError:
+                # If this very process was stopped for a while, the answer is there but unread: ask once more.
+                status = await asyncio.wait_for(handle.status(), min(_SECOND_CHANCE_S, limit_s))
+            if member.handle is handle:
+                member.record_status(status)
+        except asyncio.TimeoutError:
+            await self._put_down(member, handle, f"silent for {limit_s:g} s")
+        except PeerLostError as error:
+            self._lost(handle, error.detail or "its process ended")
+        except Exception as error:
+            log.warning("event=ping_failed actor=%s error=%r", member.name, error)
+        finally:
+            member.pinging = False
+
+    async def _follow_progress(self) -> None:
+        while True:
+            await asyncio.sleep(_PROGRESS_INTERVAL_S)
+            await asyncio.gather(*(self._ask_progress(member) for member in self._others if not member.loaded))
+
+    async def _ask_progress(self, member: Member) -> None:
+        handle = member.handle
+        if handle is None:
+            return
+        try:
+            progress = await asyncio.wait_for(handle.progress(), STATUS_TIMEOUT_S)
+        except Exception:
+            return
+        if member.handle is handle:
+            member.progress = progress
