@@ -17,7 +17,7 @@ from aiohttp import web
 from freetoken.messages import HealthState
 from freetoken.serving.chat import chat_completions
 from freetoken.serving.completions import completions
-from freetoken.serving.context import CONTEXT, FrontContext
+from freetoken.serving.context import CONTEXT, REQUEST_ID, FrontContext
 from freetoken.serving.errors import RETRY_AFTER_LOADING_S, ApiError, internal, model_not_found, openai_error_body
 from freetoken.serving.metrics import CONTENT_TYPE, exposition
 from freetoken.serving.status import actor_json
@@ -140,7 +140,7 @@ def _route_name(request: web.Request) -> str:
 async def frame(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Around every request. Nothing but a lost client leaves it as an exception."""
     given = request.headers.get("X-Request-Id", "")
-    request["id"] = given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(8)}"
+    REQUEST_ID.set(given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(8)}")
     context = request.app[CONTEXT]
     status = 499
     try:
@@ -165,15 +165,14 @@ async def _answer(request: web.Request, handler: Handler, context: FrontContext)
     except (asyncio.CancelledError, ConnectionError):
         raise
     except Exception:
-        logger.exception("event=request_failed request=%s path=%r", request["id"], request.path)
-        error = internal(request["id"])
+        logger.exception("event=request_failed request=%s path=%r", REQUEST_ID.get(), request.path)
+        error = internal(REQUEST_ID.get())
     return json_response(openai_error_body(error), error.status, {**headers, **error.headers})
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = "freetoken"
-    if "id" in request:
-        response.headers["X-Request-Id"] = request["id"]
+    response.headers["X-Request-Id"] = REQUEST_ID.get()
 
 
 def build_app(context: FrontContext) -> web.Application:

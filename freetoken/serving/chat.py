@@ -43,7 +43,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     )
     dialect = ChatDialect(context, text, fields, generation)
     if fields.stream:
-        return await stream(request, generation, dialect, context.spec.config.server.keepalive_s, request["id"])
+        return await stream(request, generation, dialect, context.spec.config.server.keepalive_s)
     async with generation:
         choices = await generation.collect()
         body = dialect.whole(choices, generation.usage())

@@ -42,7 +42,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     echoes = [_echo(text, prompt) for prompt in fields.prompt] if fields.echo else [""] * len(fields.prompt)
     dialect = CompletionDialect(context, text, fields, generation, echoes)
     if fields.stream:
-        return await stream(request, generation, dialect, context.spec.config.server.keepalive_s, request["id"])
+        return await stream(request, generation, dialect, context.spec.config.server.keepalive_s)
     async with generation:
         choices = await generation.collect()
         body = dialect.whole(choices, generation.usage())

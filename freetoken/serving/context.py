@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -81,6 +82,9 @@ class FrontContext:
             raise bad_value(f"{param} contains token id {wrong}; ids must be from 0 to {vocab_size - 1}", param)
         return tuple(ids)
 
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""``X-Request-Id`` of the request that the current task handles."""
 
 CONTEXT: web.AppKey[FrontContext] = web.AppKey("context", FrontContext)
 

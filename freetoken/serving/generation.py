@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -124,6 +124,10 @@ class Generation:
     def num_choices(self) -> int:
         """Choices are numbered from 0, those of the first prompt first."""
         return len(self._choices)
+
+    def on_unread(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when too much is waiting for ``next``. After entering."""
+        self._inbox.on_overflow = callback
 
     async def next(self, silence_s: float) -> list[ChoiceDelta]:
         """News, at most one delta for each choice; empty after ``silence_s`` in which nothing came, or when what came

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ import orjson
 from aiohttp import web
 
 from freetoken.serving.choice import ChoiceDelta
+from freetoken.serving.context import REQUEST_ID
 from freetoken.serving.errors import ApiError, internal
 from freetoken.serving.generation import Generation
 from freetoken.serving.usage import Usage
@@ -58,14 +60,15 @@ class StreamDialect(Protocol):
 
 
 async def stream(
-    request: web.Request, generation: Generation, dialect: StreamDialect, keepalive_s: float, request_id: str
+    request: web.Request, generation: Generation, dialect: StreamDialect, keepalive_s: float
 ) -> web.StreamResponse:
     """Run ``generation`` and stream it to the client.
 
     Errors before the first byte are raised (``ApiError``); later ones end the stream with the dialect's error event. A
-    client that leaves ends the generation.
+    client that leaves, or that does not read, ends the generation.
     """
     async with generation:
+        generation.on_unread(functools.partial(_disconnect, request))
         news = await generation.next(FIRST_GRACE_S)
         response = web.StreamResponse(headers=HEADERS)
         await response.prepare(request)
@@ -74,13 +77,20 @@ async def stream(
         except ConnectionError:
             raise
         except ApiError as error:
-            logger.info("event=stream_failed request=%s error=%r", request_id, str(error))
+            logger.info("event=stream_failed request=%s error=%r", REQUEST_ID.get(), str(error))
             await response.write(dialect.error(error))
         except Exception:
-            logger.exception("event=stream_failed request=%s", request_id)
-            await response.write(dialect.error(internal(request_id)))
+            logger.exception("event=stream_failed request=%s", REQUEST_ID.get())
+            await response.write(dialect.error(internal(REQUEST_ID.get())))
         await response.write_eof()
         return response
+
+
+def _disconnect(request: web.Request) -> None:
+    """Drop the connection, which cancels the handler even if it waits for the client to read."""
+    if request.transport is not None:
+        logger.info("event=client_does_not_read request=%s", REQUEST_ID.get())
+        request.transport.abort()
 
 
 async def _pump(

@@ -6,7 +6,7 @@ Everything here runs on the front's event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from freetoken.messages import RequestFailure, TokenBatch, TokenDelta
 from freetoken.serving.errors import busy, unavailable
@@ -27,9 +27,11 @@ class Inbox:
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._deadline = 0.0
+        self.on_overflow: Callable[[], None] | None = None
 
     def put(self, delta: TokenDelta) -> None:
-        """Add what arrived. Beyond the bound the request fails (``slow_client``)."""
+        """Add what arrived. Beyond the bound the request fails (``slow_client``), and ``on_overflow`` is called because
+        the reader is likely stuck in a write."""
         self._pending_tokens += len(delta.token_ids)
         if self._pending_tokens > self._max_pending_tokens:
             self.fail(
@@ -38,6 +40,8 @@ class Inbox:
                     f"the client left more than {self._max_pending_tokens} generated tokens unread",
                 )
             )
+            if self.on_overflow is not None:
+                self.on_overflow()
             return
         self._deltas.append(delta)
         self._wake()

@@ -50,10 +50,9 @@ class Tokenizer:
         self.texts = TokenTexts(raw, definition.get("decoder"), self.special_ids)
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
-        # A flag in tokenizer_config.json overrides what the post-processor of tokenizer.json would add.
-        self._explicit = "add_bos_token" in config or "add_eos_token" in config
-        self._prefix = [self.bos_token_id] if config.get("add_bos_token") and self.bos_token_id is not None else []
-        self._suffix = [self.eos_token_id] if config.get("add_eos_token") and self.eos_token_id is not None else []
+        # tokenizer.json decides which specials surround a prompt, as in transformers 5. Some older checkpoints (Llama
+        # classes with a byte-level post-processor) state their first token only as a flag in tokenizer_config.json.
+        self._always_bos = config.get("add_bos_token") is True
 
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
@@ -69,11 +68,11 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Ids of ``text``; never truncated. Special tokens spelled out in the text become their ids, as with
         ``transformers``."""
-        if not add_special_tokens or self._explicit:
-            ids: list[int] = self._raw.encode(text, add_special_tokens=False).ids
-            return self._prefix + ids + self._suffix if add_special_tokens else ids
-        with_specials: list[int] = self._raw.encode(text, add_special_tokens=True).ids
-        return with_specials
+        ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
+        bos = self.bos_token_id
+        if add_special_tokens and self._always_bos and bos is not None and ids[:1] != [bos]:
+            ids.insert(0, bos)
+        return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of all ids at once."""
