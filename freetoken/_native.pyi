@@ -64,6 +64,9 @@ class WorkerPool:
 
     def close(self) -> None: ...
 
+def stream_read_gbps(pool: WorkerPool, segment: SharedSegment, repetitions: int = 3) -> float:
+    """Best rate (10^9 bytes/s) at which the pool's threads read the whole segment; what kernels are measured against."""
+
 # ---------------------------------------------------------------------------------------------- reading
 
 @final

@@ -4,9 +4,11 @@
 #include <string>
 #include <vector>
 
+#include "bandwidth.h"
 #include "bindings.h"
 #include "cpu_info.h"
 #include "crc32c.h"
+#include "shared_segment.h"
 #include "worker_pool.h"
 
 namespace py = pybind11;
@@ -52,6 +54,14 @@ std::shared_ptr<WorkerPool> make_pool(int num_threads, std::vector<int> core_ids
   return pool;
 }
 
+double measure_stream_read(WorkerPool& pool, const SharedSegment& segment, int repetitions) {
+  if (repetitions < 1) {
+    throw py::value_error("repetitions must be at least 1, got " + std::to_string(repetitions));
+  }
+  const py::gil_scoped_release release;
+  return stream_read_gbps(pool, segment.data(), segment.size_bytes(), repetitions);
+}
+
 }  // namespace
 
 void bind_machine(py::module_& m) {
@@ -65,6 +75,8 @@ void bind_machine(py::module_& m) {
       .def_property_readonly("num_threads", &WorkerPool::num_threads)
       .def_property_readonly("isa", [](const WorkerPool& pool) { return isa_name(pool.isa()); })
       .def("close", &WorkerPool::close, py::call_guard<py::gil_scoped_release>());
+
+  m.def("stream_read_gbps", &measure_stream_read, py::arg("pool"), py::arg("segment"), py::arg("repetitions") = 3);
 }
 
 }  // namespace ft

@@ -136,12 +136,14 @@ class Worker {
       : kernels_(kernels), batch_(batch), stride_(plan.stride()) {
     packed_ = scratch;
     sums_ = packed_ + plan.block_routes() * stride_;
-    gate_ = sums_ + plan.block_routes() * stride_;
+    temporary_ = sums_ + plan.block_routes() * stride_;
+    gate_ = temporary_ + detail::kTemporaryRows * stride_;
     up_ = gate_ + plan.block_routes() * kUnitColumns;
   }
 
   static std::size_t scratch_floats(const Plan& plan) {
-    return static_cast<std::size_t>(plan.block_routes() * (2 * plan.stride() + 2 * kUnitColumns));
+    return static_cast<std::size_t>(2 * plan.block_routes() * (plan.stride() + kUnitColumns) +
+                                    detail::kTemporaryRows * plan.stride());
   }
 
   void run(const Item& item, float* partials) {
@@ -195,7 +197,7 @@ class Worker {
       kernels_.silu_and_mul(gate, up_ + r * kUnitColumns, columns, gate);
     }
     kernels_.weighted_rows(layout.dtype, tile + layout.down_offset, columns, layout.hidden, gate_, kUnitColumns, rows,
-                           sums, stride_, first);
+                           sums, stride_, first, temporary_);
   }
 
   void write_route(const Item& item, std::int32_t i, const float* sum, std::int64_t begin, std::int64_t length) {
@@ -209,6 +211,7 @@ class Worker {
   const std::int64_t stride_;
   float* packed_ = nullptr;
   float* sums_ = nullptr;
+  float* temporary_ = nullptr;
   float* gate_ = nullptr;
   float* up_ = nullptr;
   const ExpertJob* packed_job_ = nullptr;

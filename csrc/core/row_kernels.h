@@ -14,6 +14,8 @@ namespace ft::detail {
 
 // Rows are packed in blocks of this many elements at most; packed lengths and strides are multiples of it.
 inline constexpr std::int64_t kMaxBlock = 32;
+// Rows of temporary memory for weighted_rows.
+inline constexpr std::int64_t kTemporaryRows = 4;
 // Keys per attention partition: partitions lie at multiples of it, whatever the query.
 inline constexpr int kKeyPartition = 256;
 
@@ -57,7 +59,7 @@ struct RowKernels {
   // row c, in ascending c from zero.
   void (*weighted_rows)(DType dtype, const void* weights, std::int64_t num_columns, std::int64_t n,
                         const float* coefficients, std::int64_t coefficient_stride, std::int64_t num_rows, float* sum,
-                        std::int64_t sum_stride, bool first);
+                        std::int64_t sum_stride, bool first, float* temporary);
 
   // sum = (first ? 0 : sum) + x
   void (*add)(const float* x, std::int64_t n, bool first, float* sum);

@@ -89,15 +89,29 @@ inline void dot_block(const W* weights, std::int64_t stride, const float* x, std
   }
 }
 
-template <int R, int C, typename W>
+// While a tile is multiplied, the weights this far ahead come into the second-level cache. Only where arithmetic and
+// memory take about as long: one or two rows are faster with the hardware's own prefetching.
+constexpr std::int64_t kPrefetchBytes = 32768;
+
+inline void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+template <int R, int C, bool kPrefetch, typename W>
 inline void dot_tile(const W* weights, std::int64_t n, const float* x, std::int64_t x_stride, const float* bias,
                      float* out, std::int64_t out_stride) {
   Vec sum[R][C];
   for (int r = 0; r < R; ++r) {
     for (int c = 0; c < C; ++c) sum[r][c] = vec_zero();
   }
+  constexpr std::int64_t kStep = C * kBlock * static_cast<std::int64_t>(sizeof(W));  // bytes of weights in a step
+  const char* ahead = reinterpret_cast<const char*>(weights) + kPrefetchBytes;
   const std::int64_t whole = n / kBlock * kBlock;
-  for (std::int64_t i = 0; i < whole; i += kBlock) dot_block<R, C>(weights + i, n, x + i, x_stride, sum);
+  for (std::int64_t i = 0; i < whole; i += kBlock) {
+    if constexpr (kPrefetch) {
+      for (std::int64_t line = 0; line < kStep; line += 64) prefetch_l2(ahead + line);
+      ahead += kStep;
+    }
+    dot_block<R, C>(weights + i, n, x + i, x_stride, sum);
+  }
   if (whole != n) {
     W tail[C][kBlock];
     copy_tail<W, C>(weights, n, whole, n, tail);
@@ -111,41 +125,40 @@ inline void dot_tile(const W* weights, std::int64_t n, const float* x, std::int6
   }
 }
 
+// One or two rows are bound by memory: eight (AVX2, two rows: four) weight rows in flight hide the latency of the sums.
 template <int R, int C, typename W>
-inline void dot_columns(const W* weights, std::int64_t n, std::int64_t& column, std::int64_t num_columns,
-                        const float* x, std::int64_t x_stride, const float* bias, float* out, std::int64_t out_stride) {
-  for (; column + C <= num_columns; column += C) {
-    dot_tile<R, C>(weights + column * n, n, x, x_stride, bias == nullptr ? nullptr : bias + column, out + column,
-                   out_stride);
-  }
-}
-
-// One row at a time is bound by memory: eight weight rows in flight hide the latency of the sums.
-template <typename W>
-void dot_single_row(const W* weights, std::int64_t num_columns, std::int64_t n, const float* x, const float* bias,
-                    float* out) {
+void dot_few_rows(const W* weights, std::int64_t num_columns, std::int64_t n, const float* x, std::int64_t x_stride,
+                  const float* bias, float* out, std::int64_t out_stride) {
   std::int64_t column = 0;
-  dot_columns<1, 8>(weights, n, column, num_columns, x, 0, bias, out, 0);
-  dot_columns<1, 1>(weights, n, column, num_columns, x, 0, bias, out, 0);
+  for (; column + C <= num_columns; column += C) {
+    dot_tile<R, C, false>(weights + column * n, n, x, x_stride, bias == nullptr ? nullptr : bias + column, out + column,
+                          out_stride);
+  }
+  for (; column < num_columns; ++column) {
+    dot_tile<R, 1, false>(weights + column * n, n, x, x_stride, bias == nullptr ? nullptr : bias + column, out + column,
+                          out_stride);
+  }
 }
 
 // Several rows: a group of columns stays in the first-level cache while all rows pass over it.
 template <int C, typename W>
 void dot_row_tiles(const W* weights, std::int64_t n, const float* x, std::int64_t x_stride, std::int64_t num_rows,
                    const float* bias, float* out, std::int64_t out_stride) {
-  std::int64_t row = 0;
+  if (num_rows < kTileRows) return dot_tile<3, C, true>(weights, n, x, x_stride, bias, out, out_stride);
+  dot_tile<kTileRows, C, true>(weights, n, x, x_stride, bias, out, out_stride);
+  std::int64_t row = kTileRows;
   for (; row + kTileRows <= num_rows; row += kTileRows) {
-    dot_tile<kTileRows, C>(weights, n, x + row * x_stride, x_stride, bias, out + row * out_stride, out_stride);
+    dot_tile<kTileRows, C, false>(weights, n, x + row * x_stride, x_stride, bias, out + row * out_stride, out_stride);
   }
   x += row * x_stride;
   out += row * out_stride;
   switch (num_rows - row) {
     case 1:
-      return dot_tile<1, C>(weights, n, x, x_stride, bias, out, out_stride);
+      return dot_tile<1, C, false>(weights, n, x, x_stride, bias, out, out_stride);
     case 2:
-      return dot_tile<2, C>(weights, n, x, x_stride, bias, out, out_stride);
+      return dot_tile<2, C, false>(weights, n, x, x_stride, bias, out, out_stride);
     case 3:
-      return dot_tile<3, C>(weights, n, x, x_stride, bias, out, out_stride);
+      return dot_tile<3, C, false>(weights, n, x, x_stride, bias, out, out_stride);
     default:
       return;
   }
@@ -154,8 +167,13 @@ void dot_row_tiles(const W* weights, std::int64_t n, const float* x, std::int64_
 void dot_rows(DType dtype, const void* weights, std::int64_t num_columns, std::int64_t n, const float* packed,
               std::int64_t packed_stride, std::int64_t num_rows, const float* bias, float* out,
               std::int64_t out_stride) {
+  static_assert(kTileRows == 4);
   with_weights(dtype, weights, [&](const auto* w) {
-    if (num_rows == 1) return dot_single_row(w, num_columns, n, packed, bias, out);
+    if (num_rows <= 0) return;
+    if (num_rows == 1) return dot_few_rows<1, 8>(w, num_columns, n, packed, packed_stride, bias, out, out_stride);
+    if (num_rows == 2) {
+      return dot_few_rows<2, 2 * kTileColumns>(w, num_columns, n, packed, packed_stride, bias, out, out_stride);
+    }
     std::int64_t column = 0;
     for (; column + kTileColumns <= num_columns; column += kTileColumns) {
       dot_row_tiles<kTileColumns>(w + column * n, n, packed, packed_stride, num_rows,
@@ -170,80 +188,111 @@ void dot_rows(DType dtype, const void* weights, std::int64_t num_columns, std::i
 
 // ------------------------------------------------------------------------------------------------ weighted sums
 
-// R sums x B blocks in registers over all columns; every element is accumulated in ascending column order.
-template <int R, int B, typename W>
-inline void weighted_tile(const W* weights, std::int64_t stride, std::int64_t num_columns, const float* coefficients,
-                          std::int64_t coefficient_stride, float* sum, std::int64_t sum_stride, bool first) {
-  Vec part[R][2 * B];
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < 2 * B; ++v) part[r][v] = vec_zero();
-  }
-  for (std::int64_t c = 0; c < num_columns; ++c) {
-    Vec w[2 * B];
-    for (int b = 0; b < B; ++b) load_pair(weights + c * stride + b * kBlock, w[2 * b], w[2 * b + 1]);
+// Weight rows that pass through at once: as many as the hardware prefetches as streams, and few enough passes over the
+// sums.
+constexpr int kGroup = 8;
+
+// G weight rows front to back, onto R sums. Where a sum starts and goes is chosen per pass: from == null starts at
+// zero; base != null adds the finished partial sum to it.
+template <int R, int G, bool kPrefetch, typename W>
+inline void weighted_group(const W* weights, std::int64_t n, const float* coefficients, std::int64_t coefficient_stride,
+                           const float* from, const float* base, float* to, std::int64_t stride) {
+  Vec k[R][G];
+  if constexpr (R * G <= 8) {
     for (int r = 0; r < R; ++r) {
-      const Vec k = vec_set1(coefficients[r * coefficient_stride + c]);
-      for (int v = 0; v < 2 * B; ++v) part[r][v] = vec_fma(k, w[v], part[r][v]);
+      for (int g = 0; g < G; ++g) k[r][g] = vec_set1(coefficients[r * coefficient_stride + g]);
     }
   }
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < 2 * B; ++v) {
-      float* p = sum + r * sum_stride + v * kLanes;
-      vec_store(p, first ? part[r][v] : vec_add(vec_load(p), part[r][v]));
+  const auto block = [&](const W* w, std::int64_t w_stride, std::int64_t i) {
+    Vec a[R];
+    Vec b[R];
+    for (int r = 0; r < R; ++r) {
+      a[r] = from == nullptr ? vec_zero() : vec_load(from + r * stride + i);
+      b[r] = from == nullptr ? vec_zero() : vec_load(from + r * stride + i + kLanes);
     }
-  }
-}
-
-template <int R, typename W>
-inline void weighted_tail(const W* weights, std::int64_t whole, std::int64_t num_columns, std::int64_t n,
-                          const float* coefficients, std::int64_t coefficient_stride, float* sum,
-                          std::int64_t sum_stride, bool first) {
-  constexpr int kChunk = 32;
-  // The padded copies keep the tile's code; a chunk boundary would change the order, so all columns go through one tile
-  // as long as they fit, and callers never pass more.
-  W tail[kChunk][kBlock];
-  for (std::int64_t c = 0; c < num_columns; ++c) {
-    for (std::int64_t i = 0; i < kBlock; ++i) tail[c][i] = whole + i < n ? weights[c * n + whole + i] : W{0};
-  }
-  weighted_tile<R, 1>(&tail[0][0], kBlock, num_columns, coefficients, coefficient_stride, sum, sum_stride, first);
-}
-
-// One sum is bound by memory: eight columns at a time are read front to back.
-template <int R, int B, typename W>
-void weighted_row_tile(const W* weights, std::int64_t num_columns, std::int64_t n, const float* coefficients,
-                       std::int64_t coefficient_stride, float* sum, std::int64_t sum_stride, bool first) {
+    for (int g = 0; g < G; ++g) {
+      Vec wa;
+      Vec wb;
+      load_pair(w + g * w_stride, wa, wb);
+      for (int r = 0; r < R; ++r) {
+        const Vec scale = R * G <= 8 ? k[r][g] : vec_set1(coefficients[r * coefficient_stride + g]);
+        a[r] = vec_fma(scale, wa, a[r]);
+        b[r] = vec_fma(scale, wb, b[r]);
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      if (base != nullptr) {
+        a[r] = vec_add(vec_load(base + r * stride + i), a[r]);
+        b[r] = vec_add(vec_load(base + r * stride + i + kLanes), b[r]);
+      }
+      vec_store(to + r * stride + i, a[r]);
+      vec_store(to + r * stride + i + kLanes, b[r]);
+    }
+  };
+  constexpr std::int64_t kStep = G * kBlock * static_cast<std::int64_t>(sizeof(W));
+  const char* ahead = reinterpret_cast<const char*>(weights) + kPrefetchBytes;
   const std::int64_t whole = n / kBlock * kBlock;
-  std::int64_t i = 0;
-  for (; i + B * kBlock <= whole; i += B * kBlock) {
-    weighted_tile<R, B>(weights + i, n, num_columns, coefficients, coefficient_stride, sum + i, sum_stride, first);
-  }
-  for (; i < whole; i += kBlock) {
-    weighted_tile<R, 1>(weights + i, n, num_columns, coefficients, coefficient_stride, sum + i, sum_stride, first);
+  for (std::int64_t i = 0; i < whole; i += kBlock) {
+    if constexpr (kPrefetch) {
+      for (std::int64_t line = 0; line < kStep; line += 64) prefetch_l2(ahead + line);
+      ahead += kStep;
+    }
+    block(weights + i, n, i);
   }
   if (whole != n) {
-    weighted_tail<R>(weights, whole, num_columns, n, coefficients, coefficient_stride, sum + whole, sum_stride, first);
+    W tail[G][kBlock];
+    copy_tail<W, G>(weights, n, whole, n, tail);
+    block(&tail[0][0], kBlock, whole);
+  }
+}
+
+template <int R, bool kPrefetch, typename W>
+void weighted_tile(const W* weights, std::int64_t num_columns, std::int64_t n, const float* coefficients,
+                   std::int64_t coefficient_stride, float* sum, std::int64_t stride, bool first, float* temporary) {
+  // The running partial sum lives in `sum` itself when there is nothing to add it to.
+  float* running = first ? sum : temporary;
+  std::int64_t column = 0;
+  while (column < num_columns) {
+    const W* w = weights + column * n;
+    const float* k = coefficients + column;
+    const float* from = column == 0 ? nullptr : running;
+    const std::int64_t count = num_columns - column >= kGroup ? kGroup : 1;
+    const bool last = column + count == num_columns;
+    float* to = last ? sum : running;
+    const float* base = last && !first ? sum : nullptr;
+    if (count == kGroup) {
+      weighted_group<R, kGroup, kPrefetch>(w, n, k, coefficient_stride, from, base, to, stride);
+    } else {
+      weighted_group<R, 1, kPrefetch>(w, n, k, coefficient_stride, from, base, to, stride);
+    }
+    column += count;
   }
 }
 
 void weighted_rows(DType dtype, const void* weights, std::int64_t num_columns, std::int64_t n,
                    const float* coefficients, std::int64_t coefficient_stride, std::int64_t num_rows, float* sum,
-                   std::int64_t sum_stride, bool first) {
-  constexpr int kBlocks = kTileColumns / 2;  // the same register budget as a dot tile
+                   std::int64_t sum_stride, bool first, float* temporary) {
+  static_assert(kTileRows == 4 && ft::detail::kTemporaryRows == kTileRows);
   with_weights(dtype, weights, [&](const auto* w) {
     std::int64_t row = 0;
     for (; row + kTileRows <= num_rows; row += kTileRows) {
-      weighted_row_tile<kTileRows, kBlocks>(w, num_columns, n, coefficients + row * coefficient_stride,
-                                            coefficient_stride, sum + row * sum_stride, sum_stride, first);
+      const float* k = coefficients + row * coefficient_stride;
+      float* s = sum + row * sum_stride;
+      if (row == 0) {
+        weighted_tile<kTileRows, true>(w, num_columns, n, k, coefficient_stride, s, sum_stride, first, temporary);
+      } else {
+        weighted_tile<kTileRows, false>(w, num_columns, n, k, coefficient_stride, s, sum_stride, first, temporary);
+      }
     }
     const float* k = coefficients + row * coefficient_stride;
     float* s = sum + row * sum_stride;
     switch (num_rows - row) {
       case 1:
-        return weighted_row_tile<1, 4>(w, num_columns, n, k, coefficient_stride, s, sum_stride, first);
+        return weighted_tile<1, false>(w, num_columns, n, k, coefficient_stride, s, sum_stride, first, temporary);
       case 2:
-        return weighted_row_tile<2, kBlocks>(w, num_columns, n, k, coefficient_stride, s, sum_stride, first);
+        return weighted_tile<2, false>(w, num_columns, n, k, coefficient_stride, s, sum_stride, first, temporary);
       case 3:
-        return weighted_row_tile<3, kBlocks>(w, num_columns, n, k, coefficient_stride, s, sum_stride, first);
+        return weighted_tile<3, false>(w, num_columns, n, k, coefficient_stride, s, sum_stride, first, temporary);
       default:
         return;
     }
