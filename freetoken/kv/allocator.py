@@ -22,8 +22,9 @@ class _Holding:
     """What one request holds.
 
     ``table`` are the blocks in its block table. ``path[i]`` is the tree's node of its i-th block, for committed ones;
-    its block differs from ``table[i]`` when another request committed the same tokens first: the request then keeps
-    its own copy and holds the tree's block beside it, so that the path above its later blocks cannot be evicted.
+    its block differs from ``table[i]`` when another request committed the same tokens first and still holds that block:
+    the request then keeps its own copy and holds the tree's beside it, so that the path above its later blocks cannot
+    be evicted.
     ``sealed`` requests commit no more.
     """
 
@@ -142,7 +143,9 @@ class KVAllocator:
         if missing <= 0:
             return BlockGrant(need.request_id, ())
         if missing > self._pool.num_free + len(self._tree.unused):
-            return None
+            self._drop_spare_copies(holding)
+            if missing > self._pool.num_free + len(self._tree.unused):
+                return None
         taken = self._take(missing)
         holding.table += taken
         return BlockGrant(need.request_id, tuple(taken))
@@ -170,8 +173,11 @@ class KVAllocator:
             node = parent.children.get(key)
             if node is None:
                 node = self._tree.insert(parent, key, table[index])
+            elif self._pool.holders(node.block_id) == 0:
+                self._tree.mark_used(node)
+                self._replace_block(node, table[index])
             else:
-                self._hold(node)
+                self._pool.hold(node.block_id)
             path.append(node)
 
     def _release(self, request_id: str) -> None:
@@ -212,6 +218,20 @@ class KVAllocator:
             self._pool.give_back(self._tree.evict().block_id)
             self._evicted_blocks_total += 1
         return self._pool.take(count)
+
+    def _replace_block(self, node: PrefixNode, block_id: int) -> None:
+        """The tree's copy of a block, which nobody holds, makes way for a request's own."""
+        self._pool.give_back(node.block_id)
+        node.block_id = block_id
+
+    def _drop_spare_copies(self, holding: _Holding) -> None:
+        """Give up the copies that only this request keeps alive beside its own, so that a request alone can have all
+        blocks for its table."""
+        for index, node in enumerate(holding.path):
+            spare = node.block_id
+            if spare != holding.table[index] and self._pool.holders(spare) == 1:
+                self._pool.drop(spare)
+                self._replace_block(node, holding.table[index])
 
     def _hold(self, node: PrefixNode) -> None:
         if self._pool.hold(node.block_id) == 1:

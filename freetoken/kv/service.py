@@ -68,6 +68,7 @@ class KVAllocatorService(Service):
             "hit_ratio": stats.hit_tokens_total / queried if queried else 0.0,
             "reservations_total": float(self._reservations_total),
             "exhausted_total": float(self._exhausted_total),
+            **self.endpoint.counters(),
         }
 
     def _new_allocator(self, num_blocks: int) -> KVAllocator:

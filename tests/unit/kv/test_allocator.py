@@ -137,6 +137,29 @@ def test_second_writer_of_a_block_keeps_its_copy_and_its_continuation_is_cached(
     assert grant.new_block_ids[:2] == (tables[0][0], tables[1][1])
 
 
+def test_idle_copy_makes_way_for_that_of_a_request_in_use():
+    allocator = KVAllocator(8, BLOCK)
+    reserve(allocator, first("a", range(4)), first("b", range(5)))
+    reply = reserve(allocator, commits=[BlockCommit("a", 4)], releases=["a"])
+    assert (reply.stats.cached_blocks, held(reply)) == (1, 2)
+    reply = reserve(allocator, commits=[BlockCommit("b", 4)])
+    assert (reply.stats.cached_blocks, held(reply)) == (0, 2)
+    assert (
+        reserve(allocator, first("c", range(5), num_new=0)).grants[0].new_block_ids[0] == allocator.block_table("b")[0]
+    )
+
+
+def test_request_alone_can_have_every_block_even_where_it_kept_a_copy():
+    allocator = KVAllocator(4, BLOCK)
+    reserve(allocator, first("a", range(4)), first("b", range(5)))
+    reply = reserve(allocator, commits=[BlockCommit("a", 4), BlockCommit("b", 4)], releases=["a"])
+    assert held(reply) == 3  # b has two blocks and keeps a's alive
+    reply = reserve(allocator, BlockNeed("b", 5, 11))
+    assert not reply.exhausted and len(allocator.block_table("b")) == 4
+    reply = reserve(allocator, commits=[BlockCommit("b", 15, tuple(range(5, 16)))], releases=["b"])
+    assert (reply.stats.free_blocks, reply.stats.cached_blocks) == (1, 3)
+
+
 def test_discard_removes_the_path_and_what_lies_below_even_while_held():
     allocator = KVAllocator(16, BLOCK)
     run_and_release(allocator, "old", [*range(8), 30, 31, 32, 33])

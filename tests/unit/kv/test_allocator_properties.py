@@ -71,7 +71,19 @@ class Model:
             if held.sealed or (index and self.tree.get(above) != held.path[index - 1]):
                 held.sealed = True
                 return
+            if self.tree.get(prefix) in self.cached():
+                self.tree[prefix] = held.table[index]  # the idle copy makes way
             held.path.append(self.tree.setdefault(prefix, held.table[index]))
+
+    def drop_spare_copies(self, request_id):
+        held = self.held[request_id]
+        for index, block in enumerate(held.path):
+            own = held.table[index]
+            others = [other for name, other in self.held.items() if name != request_id]
+            if block != own and not any(block in (*other.table, *other.path) for other in others):
+                held.path[index] = own
+                for prefix in [prefix for prefix, kept in self.tree.items() if kept == block]:
+                    self.tree[prefix] = own
 
     def release(self, request_id):
         held = self.held.pop(request_id)
@@ -132,6 +144,8 @@ class AllocatorMachine(RuleBasedStateMachine):
             return
         computed = len(held.table) * BLOCK - 1
         needed = max(-(-(computed + num_new) // BLOCK) - len(held.table), 0)
+        if needed > len(self.model.free()) + len(self.model.cached()):
+            self.model.drop_spare_copies(request_id)
         reply = self.apply(needs=(BlockNeed(request_id, computed, num_new),))
         if self.expect(reply, request_id, needed):
             self.take_over(request_id, reply.grants[0].new_block_ids, needed)

@@ -1,0 +1,56 @@
+"""The numbers that bound scheduling, resolved once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from freetoken.launch_spec import LaunchSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Limits of one engine; ``SchedulerConfig`` says what each means."""
+
+    max_num_running: int
+    max_num_waiting: int
+    max_num_batched_tokens: int
+    prefill_chunk_tokens: int
+    step_timeout_s: float
+    max_context_tokens: int
+    block_size: int
+    num_kv_blocks: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    prefix_cache: bool = True
+
+    @classmethod
+    def from_spec(cls, spec: LaunchSpec) -> SchedulerLimits:
+        """The limits of a launch: the settings, cut to what the boot plan sized the workspace for."""
+        config, plan = spec.config.scheduler, spec.plan
+        batched = config.max_num_batched_tokens
+        if plan.max_batch_tokens > 0:
+            batched = min(batched, plan.max_batch_tokens)
+        return cls(
+            max_num_running=config.max_num_running,
+            max_num_waiting=config.max_num_waiting,
+            max_num_batched_tokens=batched,
+            prefill_chunk_tokens=min(config.prefill_chunk_tokens, batched),
+            step_timeout_s=config.step_timeout_s,
+            max_context_tokens=plan.max_context_tokens,
+            block_size=plan.kv_block_size,
+            num_kv_blocks=plan.num_kv_blocks,
+            vocab_size=spec.model.vocab_size,
+            eos_token_ids=spec.model.eos_token_ids,
+            seed=spec.config.seed,
+            prefix_cache=spec.config.kv.prefix_cache,
+        )
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens whose KV fits when one request has it all."""
+        return self.num_kv_blocks * self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that ``num_tokens`` tokens occupy."""
+        return -(-num_tokens // self.block_size)

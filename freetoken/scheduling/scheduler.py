@@ -1,0 +1,437 @@
+"""The scheduler's core: events in, at most one message out at a time. No I/O, no clock of its own.
+
+A step is planned in two phases, both while the step before it runs. First ``ReserveBlocks`` asks for room: for each
+decode row that crosses into a new block, for each prefill chunk, and for requests to admit. The answer may start
+requests, or show that blocks ran out; then the least important request is preempted and the question repeated. After
+that the rows are built from whatever is true by then, within the room that there is.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from typing import NamedTuple
+
+from freetoken.messages import (
+    BlockNeed,
+    BlocksReserved,
+    RequestFailure,
+    ReserveBlocks,
+    RowResult,
+    StepFailed,
+    StepNotice,
+    StepPlan,
+    StepResult,
+    StepRow,
+    SubmitRequest,
+    TokenBatch,
+)
+from freetoken.scheduling.admission import plan_admissions
+from freetoken.scheduling.budget import PrefillWork, plan_prefill_chunks, plan_shares, plan_turns
+from freetoken.scheduling.clock import StepClock
+from freetoken.scheduling.ledger import KVLedger
+from freetoken.scheduling.lifecycle import RequestBook
+from freetoken.scheduling.limits import SchedulerLimits
+from freetoken.scheduling.outstanding import OutstandingStep, OutstandingSteps, PlannedRow
+from freetoken.scheduling.request import Request, RequestState
+
+logger = logging.getLogger(__name__)
+
+
+class PlannedStep(NamedTuple):
+    """A step ready to be sent."""
+
+    plan: StepPlan
+    notice: StepNotice
+
+
+class _Phase(enum.Enum):
+    IDLE = "idle"
+    RESERVING = "reserving"
+    RESERVED = "reserved"
+
+
+class Scheduler:
+    """Continuous batching over paged KV with one step of lookahead.
+
+    Drive it like this: report every event (``submit``, ``abort``, ``reserved``, ``step_done``, ``step_failed``), then
+    call ``advance`` until it returns None and send what it returns. Tokens and endings collect for ``take_batch``.
+    ``now`` is any monotonic clock in seconds. Not thread-safe.
+    """
+
+    def __init__(self, limits: SchedulerLimits, epoch: int = 0) -> None:
+        self.limits = limits
+        self.epoch = epoch
+        self.book = RequestBook(limits)
+        self.clock = StepClock()
+        self._phase = _Phase.IDLE
+        self._wanted = False  # something happened since the last attempt to plan
+        self._asked: dict[str, Request] = {}
+        self._more_needs: list[BlockNeed] = []
+        self._prefill_tokens = 0
+        self._outstanding = OutstandingSteps(limits.step_timeout_s)
+        self._next_step_id = 1
+        self.last_step_id = 0
+        self.steps_total = 0
+        self.failed_steps_total = 0
+        self.stalled_steps_total = 0
+        self.prefill_tokens_total = 0
+
+    @property
+    def ledger(self) -> KVLedger:
+        """The KV side of the bookkeeping."""
+        return self.book.ledger
+
+    @property
+    def num_outstanding_steps(self) -> int:
+        """Plans sent and not answered."""
+        return len(self._outstanding)
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    def submit(self, message: SubmitRequest, now: float) -> None:
+        """A new request; rejections are answered through ``take_batch`` as well."""
+        self.book.submit(message, now)
+        self._wanted = True
+
+    def abort(self, request_id: str, now: float) -> None:
+        """Idempotent, at any time; unknown ids are ignored."""
+        self._wanted |= self.book.abort(request_id, now)
+
+    def abort_all(self, now: float) -> None:
+        """Nobody is left to hear the answers."""
+        for request_id in list(self.book.live):
+            self.abort(request_id, now)
+
+    def take_batch(self) -> TokenBatch | None:
+        """All tokens and endings since the last call, or None."""
+        if not self.book.deltas:
+            return None
+        deltas, self.book.deltas = self.book.deltas, []
+        return TokenBatch(self.last_step_id, self.epoch, tuple(deltas))
+
+    def drop_all(self, failure: RequestFailure, now: float) -> TokenBatch | None:
+        """The epoch is over: every request ends with ``failure``, and all plans and blocks are forgotten."""
+        deltas = self.book.drop_all(failure, now)
+        self._phase = _Phase.IDLE
+        self._wanted = False
+        self._asked = {}
+        self._more_needs = []
+        self._outstanding.clear()
+        self.clock.reset()
+        return TokenBatch(self.last_step_id, self.epoch, tuple(deltas)) if deltas else None
+
+    # ------------------------------------------------------------------------------------------ planning
+
+    def advance(self, now: float) -> ReserveBlocks | PlannedStep | None:
+        """The next message to send, if one is due."""
+        while self._phase is not _Phase.RESERVING:
+            if self._phase is _Phase.RESERVED:
+                if self._more_needs:
+                    return self._reservation(self._more_needs)
+            elif self._wanted and not self._outstanding.is_full:
+                self._wanted = False
+                needs = self._plan_needs()
+                if needs or self.ledger.is_due:
+                    return self._reservation(needs)
+            else:
+                return None
+            planned = self._build(now)
+            if planned is not None:
+                return planned
+        return None
+
+    def _plan_needs(self) -> list[BlockNeed]:
+        """Decide what the step should hold as far as it is known, and which room that takes."""
+        limits, book = self.limits, self.book
+        decodes: list[Request] = []
+        prefills: list[Request] = []
+        for request in book.running:
+            request.wanted_tokens = 0
+            if request.num_scheduled_tokens < request.init_tokens:
+                prefills.append(request)
+            elif request.num_planned_tokens < min(request.max_total_tokens, limits.kv_capacity_tokens + 1):
+                decodes.append(request)  # else its last token is on the way
+
+        any_prefill = bool(prefills) or len(book.waiting) > 0
+        shares = plan_shares(len(decodes), any_prefill, limits.max_num_batched_tokens, limits.prefill_chunk_tokens)
+        self._prefill_tokens = shares.prefill_tokens
+        if len(decodes) > shares.decode_rows:
+            turns = plan_turns([request.last_step_id for request in decodes], shares.decode_rows)
+            decodes = [decodes[index] for index in turns]
+        available = self.ledger.num_available_blocks
+        for request in decodes:
+            request.wanted_tokens = request.num_scheduled_tokens + 1
+            available -= request.wanted_tokens > request.num_blocks * limits.block_size
+        first_needs = self._plan_prefills(prefills, available)
+
+        needs = [
+            BlockNeed(request.id, request.num_scheduled_tokens, request.wanted_tokens - request.num_scheduled_tokens)
+            for request in book.running
+            if request.wanted_tokens > request.num_blocks * limits.block_size
+        ]
+        self._asked = {need.request_id: book.live[need.request_id] for need in needs}
+        for request, num_new_tokens in first_needs:
+            request.holds_blocks = True  # from now on a release must be sent
+            self._asked[request.id] = request
+            needs.append(BlockNeed(request.id, 0, num_new_tokens, request.known_tokens()))
+        return needs
+
+    def _plan_prefills(self, prefills: list[Request], available_blocks: int) -> list[tuple[Request, int]]:
+        """Share the prefill tokens among running and waiting requests; returns whom to admit, with how many tokens."""
+        limits, book, budget = self.limits, self.book, self._prefill_tokens
+        if budget == 0:
+            return []
+        admissions = []
+        if len(book.waiting):
+            # What running prompts are certain to need yet is not there for others.
+            available_blocks -= sum(limits.blocks_for(r.init_tokens) - r.num_blocks for r in prefills)
+            admissions = plan_admissions(
+                book.waiting,
+                book.lingering,
+                num_running=len(book.running),
+                prefill_tokens=budget if not prefills else budget // 2,
+                available_blocks=available_blocks,
+                limits=limits,
+            )
+        room = {admission.request.id: admission.num_new_tokens for admission in admissions}
+        candidates = sorted([*prefills, *(a.request for a in admissions)], key=lambda request: request.rank)
+        work = [
+            PrefillWork(request.priority, left := request.num_prefill_tokens, room.get(request.id, left))
+            for request in candidates
+        ]
+        first_needs = []
+        for request, chunk in zip(candidates, plan_prefill_chunks(work, budget), strict=True):
+            if request.state is not RequestState.RUNNING:
+                # A block even without a share of the budget: once admitted it is known how much is left to compute.
+                first_needs.append((request, max(chunk, min(room[request.id], limits.block_size))))
+            elif chunk:
+                request.wanted_tokens = request.num_scheduled_tokens + chunk
+        return first_needs
+
+    def _reservation(self, needs: list[BlockNeed]) -> ReserveBlocks:
+        entries = self.ledger.take()
+        self._phase = _Phase.RESERVING
+        self._more_needs = []
+        return ReserveBlocks(
+            self._next_step_id, self.epoch, entries.commits, entries.releases, tuple(needs), entries.discards
+        )
+
+    def reserved(self, reply: BlocksReserved, now: float) -> None:
+        """The allocator's answer to the reservation in progress; any other is ignored."""
+        if self._phase is not _Phase.RESERVING or reply.step_id != self._next_step_id:
+            return
+        self._phase = _Phase.RESERVED
+        self.ledger.stats = reply.stats
+        for grant in reply.grants:
+            request = self._asked.get(grant.request_id)
+            if request is None or request.state is RequestState.FINISHED:
+                continue  # it ended meanwhile; its release is on the way
+            request.num_blocks += len(grant.new_block_ids)
+            request.new_block_ids += grant.new_block_ids
+            if request.state is not RequestState.RUNNING:
+                self.book.admit(request, grant.num_cached_tokens, now)
+        starving = []
+        for request_id in reply.exhausted:
+            request = self._asked.get(request_id)
+            if request is None or request.state is RequestState.FINISHED:
+                continue
+            if request.state is RequestState.RUNNING:
+                starving.append(request)
+            else:
+                request.holds_blocks = False
+                request.blocked_at_blocks = self.ledger.num_available_blocks
+        self._more_needs = self._relieve(starving)
+
+    def _relieve(self, starving: list[Request]) -> list[BlockNeed]:
+        """Blocks ran out for running requests (most important first): make do with less, else preempt the least
+        important request, else wait. Returns what to ask for again."""
+        limits, book = self.limits, self.book
+        available = self.ledger.num_available_blocks
+        needs: list[BlockNeed] = []
+        for request in starving:
+            if request.state is not RequestState.RUNNING:
+                continue  # it was preempted for one before it
+            room = request.num_blocks * limits.block_size
+            start = request.num_scheduled_tokens
+            if available > 0:
+                request.wanted_tokens = min(request.wanted_tokens, room + available * limits.block_size)
+                available -= limits.blocks_for(request.wanted_tokens) - request.num_blocks
+            elif room > start:
+                continue  # part of the chunk fits into the blocks it has
+            elif (victim := book.running[-1]) is not request:
+                book.preempt(victim)
+            else:
+                request.wanted_tokens = 0  # all others matter more: it waits with what it has
+                continue
+            needs.append(BlockNeed(request.id, start, request.wanted_tokens - start))
+        return needs
+
+    def _build(self, now: float) -> PlannedStep | None:
+        """The step's rows, from the requests that are still there and the room they have."""
+        self._phase = _Phase.IDLE
+        limits, book, step_id = self.limits, self.book, self._next_step_id
+        rows: list[StepRow] = []
+        records: list[PlannedRow] = []
+        prefills: list[Request] = []
+        work: list[PrefillWork] = []
+
+        def add(request: Request, num_tokens: int) -> None:
+            row = request.plan_row(step_id, num_tokens)
+            rows.append(row)
+            records.append(PlannedRow(request, request.admission, row.start + num_tokens, row.sample))
+
+        for request in book.running:
+            start = request.num_scheduled_tokens
+            room = request.num_blocks * limits.block_size
+            if start >= request.init_tokens:
+                if start < request.wanted_tokens <= room:
+                    add(request, 1)
+            elif room > start:
+                left = request.init_tokens - start
+                prefills.append(request)
+                work.append(PrefillWork(request.priority, left, min(left, room - start)))
+        num_decode_rows = num_tokens = len(rows)
+        if prefills:
+            for request, chunk in zip(prefills, plan_prefill_chunks(work, self._prefill_tokens), strict=True):
+                if chunk:
+                    add(request, chunk)
+                    num_tokens += chunk
+            self.prefill_tokens_total += num_tokens - num_decode_rows
+        if not rows and not self._is_retire_due(now):
+            return None
+        retired, book.retired = tuple(book.retired), []
+        self._outstanding.add(step_id, records, now)
+        self._next_step_id += 1
+        self.last_step_id = step_id
+        self.steps_total += bool(rows)
+        self._wanted = True
+        return PlannedStep(
+            StepPlan(step_id, self.epoch, tuple(rows), retired),
+            StepNotice(step_id, self.epoch, num_tokens, num_decode_rows, last=self._is_last()),
+        )
+
+    def _is_retire_due(self, now: float) -> bool:
+        """There are no rows. Whether the plan is worth sending, to tell an idle device that requests are gone."""
+        book = self.book
+        if len(self._outstanding) or self._wanted:
+            return False
+        if book.live:
+            # Cannot happen: the most important request always gets a row. Never hang if it does.
+            request = next(iter([*book.running, *book.waiting]))
+            logger.error("event=no_progress request=%s state=%s stats=%s", request.id, request.state, self.ledger.stats)
+            book.fail(request, RequestFailure("internal", "the request could not be scheduled"), now)
+            self._wanted = True
+            return False
+        return bool(book.retired)
+
+    def _is_last(self) -> bool:
+        """Whether no row is left to plan, whatever the outstanding steps sample."""
+        return not len(self.book.waiting) and all(
+            request.num_scheduled_tokens >= request.init_tokens
+            and request.num_planned_tokens >= request.max_total_tokens
+            for request in self.book.running
+        )
+
+    # ------------------------------------------------------------------------------------------ results
+
+    def step_done(self, result: StepResult, now: float) -> None:
+        """A step succeeded: append its tokens, end whom they end, note what may be committed."""
+        step = self._take_step(result.step_id, now)
+        if step is None:
+            return
+        answers = {row.request_id: row for row in result.rows}
+        for row in step.rows:
+            self.book.row_answered(row.request, row.sample)
+            if row.request.state is not RequestState.FINISHED:
+                self._take_row(row, answers.get(row.request.id), now)
+        if step.rows:
+            self.clock.step_done(result.started_ns, result.finished_ns, bool(self.book.live))
+
+    def _take_row(self, row: PlannedRow, answer: RowResult | None, now: float) -> None:
+        book, request = self.book, row.request
+        if answer is None or (answer.failure is None and row.sample and answer.token_id is None):
+            book.fail(request, RequestFailure("internal", "the step's result lacks this request's row"), now)
+            return
+        if answer.failure is not None:
+            book.ledger.discard(request)
+            book.fail(request, RequestFailure("numeric", answer.failure), now)
+            return
+        if request.state is RequestState.RUNNING and request.admission == row.admission:
+            book.ledger.computed(request, row.end)
+        if row.sample:
+            assert answer.token_id is not None
+            book.append_token(request, answer.token_id, answer.logprob, now)
+
+    def step_failed(self, message: StepFailed, now: float) -> None:
+        """A step failed: so do its requests. The others go on."""
+        step = self._take_step(message.step_id, now)
+        if step is None:
+            return
+        self.failed_steps_total += 1
+        logger.warning(
+            "event=step_failed step=%d message=%r suspects=%s", message.step_id, message.message, message.suspects
+        )
+        self._fail_step(step, f"step {message.step_id} failed: {message.message}", now)
+
+    def check_stalled(self, now: float) -> bool:
+        """Fail the requests of the oldest step once it is unanswered for ``step_timeout_s``; whether that happened.
+
+        The step goes on counting as outstanding: it occupies the device, and its blocks must not be reused.
+        """
+        step = self._outstanding.give_up(now)
+        if step is None:
+            return False
+        self.stalled_steps_total += 1
+        limit = f"{self.limits.step_timeout_s:g} s (scheduler.step_timeout_s)"
+        self._fail_rows(step, f"step {step.step_id} was not answered within {limit}", now)
+        return True
+
+    def deadline_s(self) -> float | None:
+        """When ``check_stalled`` is due, if a step is outstanding."""
+        return self._outstanding.deadline_s()
+
+    def _take_step(self, step_id: int, now: float) -> OutstandingStep | None:
+        taken = self._outstanding.take(step_id, now)
+        if not taken:
+            return None
+        for lost in taken[:-1]:
+            self._fail_step(lost, f"the result of step {lost.step_id} was lost", now)
+        self._wanted = True
+        return taken[-1]
+
+    def _fail_step(self, step: OutstandingStep, message: str, now: float) -> None:
+        self._fail_rows(step, message, now)
+        for row in step.rows:
+            self.book.row_answered(row.request, row.sample)
+
+    def _fail_rows(self, step: OutstandingStep, message: str, now: float) -> None:
+        for row in step.rows:
+            if row.request.state is not RequestState.FINISHED:
+                self.book.fail(row.request, RequestFailure("internal", message, retryable=True), now)
+        self._wanted = True
+
+    # ------------------------------------------------------------------------------------------ figures
+
+    def metrics(self) -> dict[str, float]:
+        """See ``ActorStatus.metrics`` for the naming rule."""
+        book = self.book
+        return {
+            "running": float(len(book.running)),
+            "waiting": float(len(book.waiting)),
+            "lingering": float(len(book.lingering)),
+            "outstanding_steps": float(len(self._outstanding)),
+            "steps_total": float(self.steps_total),
+            "failed_steps_total": float(self.failed_steps_total),
+            "stalled_steps_total": float(self.stalled_steps_total),
+            "preemptions_total": float(book.preemptions_total),
+            "requests_finished_total": float(book.finished_total),
+            "requests_failed_total": float(book.failed_total),
+            "requests_aborted_total": float(book.aborted_total),
+            "requests_rejected_total": float(book.rejected_total),
+            "prompt_tokens_total": float(book.prompt_tokens_total),
+            "cached_tokens_total": float(book.cached_tokens_total),
+            "prefill_tokens_total": float(self.prefill_tokens_total),
+            "generated_tokens_total": float(book.generated_tokens_total),
+            **self.clock.metrics(),
+        }
