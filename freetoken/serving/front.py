@@ -62,7 +62,7 @@ class ApiFrontService(Service):
             gate=self._gate,
             generator=Generator(endpoint, self._streams, self._gate, front_metrics, spec.model.eos_token_ids),
             metrics=front_metrics,
-            engine=EngineView(spec, control, self.status, self._own_health),
+            engine=EngineView(spec, control, self.status, self._own_health, lambda: self._streams.busy_since_s),
             pool=self._pool,
         )
         endpoint.on(TokenBatch, self._on_tokens)
@@ -72,6 +72,11 @@ class ApiFrontService(Service):
     def port(self) -> int:
         """The TCP port it listens on; 0 before ``load``."""
         return self._port
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens that arrived from the Scheduler and that no handler has taken yet."""
+        return self._streams.pending_tokens
 
     @property
     def url(self) -> str:
@@ -165,6 +170,7 @@ class ApiFrontService(Service):
         """Requests under way, and the endpoint's counters."""
         return {
             "requests": float(len(self._streams)),
+            "pending_tokens": float(self.pending_tokens),
             "requests_limit": float(self._streams.max_requests),
             "port": float(self._port),
             "late_deltas_total": float(self._streams.unknown_deltas_total),

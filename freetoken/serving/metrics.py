@@ -112,15 +112,15 @@ class _PageCollector(Collector):
         for actor in self._actors:
             for key, value in sorted(actor.metrics.items()):
                 name = f"freetoken_{actor_label(actor.name.value)}_{_NOT_A_NAME.sub('_', key)}"
-                family = name.removesuffix("_total")
-                if family in taken or not isinstance(value, (int, float)):
+                bare = name.removesuffix("_total")
+                if bare in taken or not isinstance(value, (int, float)):
                     continue
-                taken.add(family)
+                taken.add(bare)
                 what = f"{key} of {actor.name.value}."
-                if name != family:
-                    yield CounterMetricFamily(family, what, value=value)
+                if name != bare:
+                    yield CounterMetricFamily(bare, what, value=value)
                 else:
-                    yield GaugeMetricFamily(family, what, value=value)
+                    yield GaugeMetricFamily(bare, what, value=value)
 
     def _common(self) -> Iterable[Metric]:
         up = GaugeMetricFamily("freetoken_actor_up", "1 while the actor serves.", labels=["actor", "state"])

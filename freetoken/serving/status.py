@@ -44,7 +44,8 @@ class _Cached(Generic[T]):
 
 
 class EngineView:
-    """The engine as the front sees it. ``own_status`` and ``own_health`` are this actor's; they need no Controller."""
+    """The engine as the front sees it. ``own_status`` and ``own_health`` are this actor's; they need no Controller.
+    ``busy_since_s`` tells since when (monotonic) this front has had requests under way, or None."""
 
     def __init__(
         self,
@@ -52,10 +53,14 @@ class EngineView:
         control: Control | None,
         own_status: Callable[[], ActorStatus],
         own_health: Callable[[], HealthView],
+        busy_since_s: Callable[[], float | None],
     ) -> None:
         self._spec = spec
         self._own_status = own_status
         self._own_health = own_health
+        self._busy_since_s = busy_since_s
+        self._steps = -1.0
+        self._step_seen_s = 0.0
         self._actors = None if control is None else _Cached(control.actors)
         self._health = None if control is None else _Cached(control.health)
 
@@ -89,14 +94,21 @@ class EngineView:
         """The body of /health."""
         view, actors = await self.health(), await self.actors()
         scheduler = _metrics_of(actors, ActorName.SCHEDULER)
-        stalled = self._stalled(scheduler) if view.state is HealthState.READY else ""
-        state = HealthState.DEGRADED if stalled else view.state
+        stalled_s = self._stalled_s(scheduler)
+        state, detail = view.state, view.detail
+        limit_s = self._spec.config.scheduler.step_timeout_s
+        if state is HealthState.READY and stalled_s > limit_s:
+            state = HealthState.DEGRADED
+            detail = (
+                f"no step for {stalled_s:.0f} s with {scheduler.get('running', 0.0):.0f} requests running and "
+                f"{scheduler.get('waiting', 0.0):.0f} waiting (scheduler.step_timeout_s is {limit_s:.0f})"
+            )
         report: dict[str, Any] = {
             "status": state.value,
-            "detail": stalled or view.detail,
+            "detail": detail,
             "model": self._spec.served_model_name,
-            "requests": {key: scheduler.get(name) for key, name in (("running", "running"), ("waiting", "waiting"))},
-            "last_step_age_s": scheduler.get("last_step_age_s"),
+            "requests": {"running": scheduler.get("running"), "waiting": scheduler.get("waiting")},
+            "stalled_s": round(stalled_s, 1),
             "actors": {
                 actor.name.value: {"state": actor.state.value, "epoch": actor.epoch, "restarts": actor.restarts}
                 for actor in actors
@@ -112,17 +124,15 @@ class EngineView:
             }
         return report
 
-    def _stalled(self, scheduler: dict[str, float]) -> str:
-        """Why the engine makes no progress though there is work; empty when it does."""
-        age_s = scheduler.get("last_step_age_s")
-        work = scheduler.get("running", 0.0) + scheduler.get("waiting", 0.0)
-        limit_s = self._spec.config.scheduler.step_timeout_s
-        if age_s is None or work <= 0 or age_s <= limit_s:
-            return ""
-        return (
-            f"no step for {age_s:.0f} s with {work:.0f} requests running or waiting (scheduler.step_timeout_s is "
-            f"{limit_s:.0f})"
-        )
+    def _stalled_s(self, scheduler: dict[str, float]) -> float:
+        """For how long there has been work and, as far as was seen, no step."""
+        now = time.monotonic()
+        steps = scheduler.get("steps_total")
+        busy_since_s = self._busy_since_s()
+        if steps is None or steps != self._steps:
+            self._steps = -1.0 if steps is None else steps
+            self._step_seen_s = now
+        return 0.0 if busy_since_s is None else now - max(busy_since_s, self._step_seen_s)
 
     async def cache_status(self) -> dict[str, Any]:
         """The body of /v1/cache/status."""
@@ -149,6 +159,7 @@ class EngineView:
             },
             "experts": {
                 "capacity": plan.num_slots,
+                "resident": experts.get("resident_slots"),
                 **experts,
                 "hit_rate": uses["hits"] / total if total else None,
             },

@@ -6,6 +6,7 @@ Everything here runs on the front's event loop.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 from freetoken.messages import RequestFailure, TokenBatch, TokenDelta
@@ -22,7 +23,7 @@ class Inbox:
         self._loop = asyncio.get_running_loop()
         self._max_pending_tokens = max_pending_tokens
         self._deltas: list[TokenDelta] = []
-        self._pending_tokens = 0
+        self.pending_tokens = 0
         self._failure: RequestFailure | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -32,8 +33,8 @@ class Inbox:
     def put(self, delta: TokenDelta) -> None:
         """Add what arrived. Beyond the bound the request fails (``slow_client``), and ``on_overflow`` is called because
         the reader is likely stuck in a write."""
-        self._pending_tokens += len(delta.token_ids)
-        if self._pending_tokens > self._max_pending_tokens:
+        self.pending_tokens += len(delta.token_ids)
+        if self.pending_tokens > self._max_pending_tokens:
             self.fail(
                 RequestFailure(
                     "slow_client",
@@ -65,7 +66,7 @@ class Inbox:
         if self._failure is not None:
             return self._failure
         deltas, self._deltas = self._deltas, []
-        self._pending_tokens = 0
+        self.pending_tokens = 0
         return deltas
 
     def close(self) -> None:
@@ -106,6 +107,7 @@ class RequestStreams:
         self._idle = asyncio.Event()
         self._idle.set()
         self.unknown_deltas_total = 0
+        self._busy_since_s = 0.0
 
     def __len__(self) -> int:
         return len(self._inboxes)
@@ -117,11 +119,23 @@ class RequestStreams:
                 f"{len(self._inboxes)} sequences are running or waiting and {len(request_ids)} more were requested; "
                 f"this server holds {self.max_requests}"
             )
+        if not self._inboxes:
+            self._busy_since_s = time.monotonic()
         inbox = Inbox()
         for request_id in request_ids:
             self._inboxes[request_id] = inbox
         self._idle.clear()
         return inbox
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens that arrived and were not taken yet, of requests under way."""
+        return sum(inbox.pending_tokens for inbox in set(self._inboxes.values()))
+
+    @property
+    def busy_since_s(self) -> float | None:
+        """``time.monotonic()`` since when requests have been under way without a pause; None when none is."""
+        return self._busy_since_s if self._inboxes else None
 
     def forget(self, request_id: str) -> bool:
         """No more deltas are wanted. True when the request was still under way, as far as is known here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,16 +15,17 @@ from freetoken.messages import ActorName, ActorState, ActorStatus, HealthState, 
 from freetoken.serving import status as status_module
 from freetoken.serving.document import render
 from freetoken.serving.metrics import actor_label
+from freetoken.testing.waiting import until
 
 from .conftest import Site, open_site
 
 ROOT = Path(__file__).resolve().parents[2]
 
 METRICS: dict[ActorName, dict[str, float]] = {
-    ActorName.SCHEDULER: {"running": 2.0, "waiting": 1.0, "last_step_age_s": 0.5, "steps_total": 9.0},
+    ActorName.SCHEDULER: {"running": 2.0, "waiting": 1.0, "steps_total": 9.0},
     ActorName.EXPERT_CACHE: {
-        "capacity": 8.0,
-        "resident": 5.0,
+        "slots": 8.0,
+        "resident_slots": 5.0,
         "hits_total": 30.0,
         "fetches_total": 6.0,
         "cpu_total": 4.0,
@@ -97,24 +99,38 @@ async def test_health_of_the_front_counts(checkpoint: Path) -> None:
         assert "test" in report["detail"]
 
 
-async def test_health_sees_that_nothing_moves(checkpoint: Path) -> None:
+async def test_health_sees_that_nothing_moves(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_module, "FRESH_S", 0.0)
     control = FakeControl()
     index = list(ActorName).index(ActorName.SCHEDULER)
-    async with open_site(checkpoint, control, scheduler={"step_timeout_s": 60}) as site:
-        stuck = {"running": 0.0, "waiting": 3.0, "last_step_age_s": 61.0}
-        control.statuses[index] = replace(control.statuses[index], metrics=stuck)
+    async with open_site(checkpoint, control, scheduler={"step_timeout_s": 0.02}) as site:
+        site.scheduler.script = None
+        running = asyncio.ensure_future(site.complete())
+        await until(lambda: site.scheduler.num_running == 1)
+
+        async def degraded() -> Any:
+            while True:
+                status, report = await site.get("/health")
+                if status == 503:
+                    return report
+
+        report = await asyncio.wait_for(degraded(), 20)
+        assert report["status"] == "degraded"
+        assert "2 requests running and 1 waiting" in report["detail"]
+        moved = {**METRICS[ActorName.SCHEDULER], "steps_total": 10.0}
+        control.statuses[index] = replace(control.statuses[index], metrics=moved)
         status, report = await site.get("/health")
-        assert (status, report["status"]) == (503, "degraded")
-        assert "no step for 61 s with 3" in report["detail"]
+        assert (status, report["stalled_s"]) == (200, 0.0)
+        for delta in site.script(site.scheduler.submitted[0]):
+            site.scheduler.send(delta)
+        assert (await running)[0] == 200
 
 
 async def test_idle_is_healthy(checkpoint: Path) -> None:
-    control = FakeControl()
-    index = list(ActorName).index(ActorName.SCHEDULER)
-    idle = {"running": 0.0, "waiting": 0.0, "last_step_age_s": 9999.0}
-    control.statuses[index] = replace(control.statuses[index], metrics=idle)
-    async with open_site(checkpoint, control) as site:
-        assert (await site.get("/health"))[0] == 200
+    async with open_site(checkpoint, FakeControl(), scheduler={"step_timeout_s": 1e-9}) as site:
+        for _ in range(3):
+            status, report = await site.get("/health")
+            assert (status, report["stalled_s"]) == (200, 0.0)
 
 
 async def test_a_silent_controller(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
