@@ -3,9 +3,11 @@
 ``python bench/micro/front.py [--streams 1,16,32] [--tokens 512] [--out FILE]``
 
 The front runs in this process, its clients in another one. Each step brings one token to every stream; the next one is
-sent when the front has taken all of them. ``cpu_us_per_token`` is the processor time of this process (event loop,
-socket writes) without what making the batches took; ``wall_us_per_token`` is the elapsed time. ``idle_cpu_share`` is the
-share of a core that the front uses while its streams wait.
+sent when the front has taken all of them.
+
+- ``cpu_us_per_token``: processor time of this process (event loop, socket writes) without what making the batches took
+- ``wall_us_per_token``: elapsed time
+- ``idle_cpu_share``: share of a core that the front uses while its streams wait
 """
 
 from __future__ import annotations
