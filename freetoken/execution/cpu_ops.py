@@ -16,16 +16,18 @@ from freetoken.execution.experts import ExpertRunner
 from freetoken.models.decoder import DecoderBatch
 from freetoken.models.spec import RouterSpec
 
-# Rows up to which reading the weights is what a product costs; above, PyTorch's blocked products win.
-NATIVE_LINEAR_MAX_TOKENS = 16
+# Tokens up to which the native product is the faster one. Measured on two Zen 4 cores, 2048 x 2048 to 32000 x 1024:
+# float32 draws level with PyTorch at about 128 tokens, bfloat16 (whose products PyTorch does on the dot-product
+# instructions, rounding the activations) at about 12.
+_NATIVE_MAX_TOKENS = {torch.float32: 96, torch.bfloat16: 12}
 
 
 class CpuOps:
     """Implements ``DecoderOps`` over an arena's KV segment. Called from one thread.
 
-    With ``deterministic`` every product uses the batch-invariant kernel. Otherwise large batches use PyTorch: float32
-    weights in float32; bfloat16 weights in bfloat16 where the machine multiplies those (activations are rounded to
-    bfloat16, accumulation is float32), else widened to float32.
+    Products of few tokens use the native kernel, as do all with ``deterministic``: it is batch-invariant, and float32
+    but for the weights. Larger ones use PyTorch where that is faster: float32 in float32; bfloat16 weights with
+    activations rounded to bfloat16 and float32 accumulation, on machines with instructions for that.
     """
 
     def __init__(
@@ -48,14 +50,13 @@ class CpuOps:
         return rows if rows.dtype == torch.float32 else rows.float()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if self._deterministic or x.shape[0] <= NATIVE_LINEAR_MAX_TOKENS:
+        small = x.shape[0] <= _NATIVE_MAX_TOKENS[weight.dtype]
+        if small or self._deterministic or (weight.dtype == torch.bfloat16 and not self._bf16_products):
             return self._native_linear(x, weight, bias)
         if weight.dtype == torch.float32:
             return F.linear(x, weight, bias)
-        if self._bf16_products:
-            out = F.linear(x.bfloat16(), weight).float()
-            return out if bias is None else out.add_(bias)
-        return F.linear(x, weight.float(), bias)
+        out = F.linear(x.bfloat16(), weight).float()
+        return out if bias is None else out.add_(bias)
 
     def _native_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
@@ -81,10 +82,7 @@ class CpuOps:
         return out
 
     def router(self, hidden: Tensor, weight: Tensor, router: RouterSpec) -> tuple[Tensor, Tensor]:
-        if self._deterministic or hidden.shape[0] <= NATIVE_LINEAR_MAX_TOKENS:
-            logits = self._native_linear(hidden, weight, None)
-        else:
-            logits = F.linear(hidden, weight.float())
+        logits = self._native_linear(hidden, weight, None)
         shape = (hidden.shape[0], router.num_experts_per_tok)
         ids, weights = torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.float32)
         _native.router_topk(

@@ -7,6 +7,7 @@ import torch
 from freetoken import _native
 from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.checkpoint.held_store import HeldStore
+from freetoken.errors import CheckpointError
 from freetoken.execution.arena import Arena
 from freetoken.execution.cpu_ops import CpuOps
 from freetoken.execution.dense_weights import map_dense_weights
@@ -25,6 +26,12 @@ class ModelRuntime:
         self, launch: LaunchSpec, index: FtwIndex, store: HeldStore, arena: Arena, pool: _native.WorkerPool
     ) -> None:
         """Maps the weights. Raises ``CheckpointError`` when store and index do not belong together."""
+        for what, found in (("the store", store.fingerprint), (str(index.path), index.fingerprint)):
+            if found != launch.fingerprint:
+                raise CheckpointError(
+                    f"{what} has fingerprint {found}, the launch was planned for {launch.fingerprint}; "
+                    "was the checkpoint replaced? Launch again"
+                )
         self._launch = launch
         self._arena = arena
         self._pool = pool

@@ -6,15 +6,16 @@ import asyncio
 import logging
 import os
 import sys
-import time
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar
 
-from freetoken import _native
+from freetoken._native import Mailbox, SharedSegment, WorkerPool
 from freetoken.checkpoint.ftw import FtwIndex
-from freetoken.checkpoint.held_store import HeldStore
+from freetoken.checkpoint.held_store import HeldStore, close_fds, receive_store
 from freetoken.errors import ConfigError, FreeTokenError, PeerLostError
 from freetoken.execution.arena import Arena
 from freetoken.execution.step_thread import StepThread
+from freetoken.experts.arrivals import Arrivals
+from freetoken.experts.reports import StepReporter
 from freetoken.launch_spec import LaunchSpec
 from freetoken.messages import (
     ActorName,
@@ -22,8 +23,8 @@ from freetoken.messages import (
     ArenaReady,
     MailboxShared,
     StepFailed,
+    StepNotice,
     StepPlan,
-    StepReport,
     StepResult,
     StoreShared,
     Wiring,
@@ -37,34 +38,32 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 WIRE_TIMEOUT_S = 60.0
-REPORT_INTERVAL_S = 0.25
 # The step thread and the event loop share the interpreter; the default of 5 ms would add to every step.
 SWITCH_INTERVAL_S = 0.0005
 
 
 class GpuExecutorService(Service):
-    """Holds arena and weights over epochs; mailbox, operations and request state are of one epoch."""
+    """Arena, weights and step thread live as long as the actor; mailbox, executor and requests are of one epoch."""
 
     name: ClassVar[ActorName] = ActorName.GPU_EXECUTOR
 
     def __init__(self, spec: LaunchSpec, endpoint: Endpoint) -> None:
         super().__init__(spec, endpoint)
+        self.store: HeldStore | None = None
         self._arena: Arena | None = None
-        self._pool: _native.WorkerPool | None = None
+        self._pool: WorkerPool | None = None
         self._thread: StepThread | None = None
-        self._store: HeldStore | None = None
-        self._runtime: ModelRuntime | None = None
-        self._mailbox: _native.Mailbox | None = None
+        self._runtime: ModelRuntime | None = None  # on `store`; made at the first wiring after it came
+        self._arrivals: Arrivals[Mailbox | None] = Arrivals("its shared memory")
+        self._mailbox: Mailbox | None = None
         self._executor: StepExecutor | None = None
-        self._waiting: dict[ActorName, asyncio.Future[None]] = {}
-        self._progress = (0, 0, "")
-        self._reported_s = 0.0
+        self._doing = ""
+        self._reporter = StepReporter(endpoint, self.name, self.metrics)
         endpoint.on(StoreShared, self._on_store_shared)
         endpoint.on(MailboxShared, self._on_mailbox_shared)
         endpoint.on(StepPlan, self._on_step_plan)
-        endpoint.on_peer_lost(self._on_peer_lost)
+        endpoint.on_peer_lost(self._arrivals.peer_lost)
 
     # ------------------------------------------------------------------------------------------ life
 
@@ -81,71 +80,68 @@ class GpuExecutorService(Service):
 
     def _load(self) -> None:
         plan = self.spec.plan
-        self._progress = (0, 0, "starting PyTorch")
+        self._doing = "starting PyTorch"
         # Between products PyTorch's threads must sleep: the native pool needs their cores.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch
 
         torch.set_num_threads(plan.device_threads)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._pool = _native.WorkerPool(
-            plan.device_threads, plan.device_core_ids, plan.spin_us, self.spec.config.executor.isa
-        )
-        self._progress = (0, 0, "allocating the arena")
+        try:
+            self._pool = WorkerPool(
+                plan.device_threads, plan.device_core_ids, plan.spin_us, self.spec.config.executor.isa
+            )
+        except ValueError as error:
+            raise ConfigError(f"GpuExecutor cannot start its workers: {error}") from error
+        self._doing = "allocating the arena"
         self._arena = Arena.of(self.spec)
-        self._progress = (0, 0, "")
-        logger.info("event=arena_ready arena=%s bytes=%d", self._arena.arena_id, self._arena.size_bytes)
+        self._doing = ""
+        logger.info("event=arena_allocated arena=%s bytes=%d", self._arena.arena_id, self._arena.size_bytes)
 
     def progress(self) -> tuple[int, int, str]:
-        """What ``load`` or ``wire`` is at; without numbers."""
-        return self._progress
+        """What ``load`` or ``wire`` is doing; without numbers."""
+        return (0, 0, self._doing)
 
     async def wire(self, wiring: Wiring) -> None:
-        """Announce the arena, then wait for the store and, with routed experts, the mailbox, and build on them.
+        """Announce the arena, wait for the store (unless it is held already) and, with routed experts, for this epoch's
+        mailbox; then build on them.
 
-        Raises ``PeerLostError`` when one of them does not come within a minute or its sender dies.
+        Raises ``PeerLostError`` when the sender of one of them dies or it does not come within a minute,
+        ``CheckpointError`` when store and checkpoint do not belong together.
         """
         if self._arena is None:
             raise FreeTokenError("GpuExecutor was wired before it was loaded")
         await self._end_epoch()
-        loop = asyncio.get_running_loop()
-        # Before connecting, which may deliver messages that were held back.
-        self._waiting = {ActorName.WEIGHT_STREAMER: loop.create_future()}
-        if self.spec.model.is_moe:
-            self._waiting[ActorName.EXPERT_CACHE] = loop.create_future()
-        try:
-            await super().wire(wiring)
-            arena = ArenaReady(self.epoch, self._arena.arena_id, self.spec.plan.num_slots, self.spec.plan.num_kv_blocks)
-            for peer in (ActorName.EXPERT_CACHE, ActorName.KV_ALLOCATOR):
-                self.endpoint.send(peer, arena)
-            await self._wait_for_peers()
-        finally:
-            for future in self._waiting.values():
-                future.cancel()
-            self._waiting = {}
-        self._executor = await asyncio.to_thread(self._build)
+        expected = [ActorName.EXPERT_CACHE] if self.spec.model.is_moe else []
+        if self.store is None:
+            expected.append(ActorName.WEIGHT_STREAMER)
+        self._arrivals.expect(*expected)
+        await super().wire(wiring)
+        plan = self.spec.plan
+        for peer in (ActorName.EXPERT_CACHE, ActorName.KV_ALLOCATOR):
+            self.endpoint.send(peer, ArenaReady(self.epoch, self._arena.arena_id, plan.num_slots, plan.num_kv_blocks))
+        self._mailbox = (await self._arrivals.wait(WIRE_TIMEOUT_S)).get(ActorName.EXPERT_CACHE)
+        assert self.store is not None
+        store, runtime = self.store, self._runtime
+        if runtime is None:
+            runtime = await asyncio.to_thread(self._build_runtime, store)
+        if self.store is store:
+            self._runtime = runtime
+        self._executor = runtime.build_executor(self._mailbox)
+        logger.info("event=device_wired epoch=%d arena=%s", self.epoch, self._arena.arena_id)
 
-    async def _wait_for_peers(self) -> None:
-        done, pending = await asyncio.wait(self._waiting.values(), timeout=WIRE_TIMEOUT_S)
-        for peer, future in self._waiting.items():
-            if future in pending:
-                raise PeerLostError(str(peer), f"its shared memory did not come within {WIRE_TIMEOUT_S:g} s")
-        for future in done:
-            future.result()
-
-    def _build(self) -> StepExecutor:
+    def _build_runtime(self, store: HeldStore) -> ModelRuntime:
         from freetoken.execution.model_runtime import ModelRuntime
 
-        assert self._store is not None and self._arena is not None and self._pool is not None
-        if self._runtime is None:
-            self._progress = (0, 0, "mapping the weights")
-            index = FtwIndex.load(self.spec.checkpoint)
-            runtime = ModelRuntime(self.spec, index, self._store, self._arena, self._pool)
-            self._progress = (0, 0, "warming up")
-            runtime.warm_up()
-            self._runtime = runtime
-        self._progress = (0, 0, "")
-        return self._runtime.build_executor(self._mailbox)
+        assert self._arena is not None and self._pool is not None and self._thread is not None
+        self._doing = "mapping the weights"
+        index = FtwIndex.load(self.spec.checkpoint)
+        runtime = ModelRuntime(self.spec, index, store, self._arena, self._pool)
+        self._doing = "warming up"
+        # On the thread that will run the steps: PyTorch keeps a team of threads for each caller.
+        self._thread.call(runtime.warm_up)
+        self._doing = ""
+        return runtime
 
     async def pause(self, reason: str) -> None:
         """Abort the mailbox, drop queued plans, wait for the running step, forget all requests."""
@@ -153,64 +149,58 @@ class GpuExecutorService(Service):
         await self._end_epoch()
 
     async def _end_epoch(self) -> None:
-        if self._mailbox is not None:
-            self._mailbox.abort()
+        self._arrivals.clear()
+        self._reporter.stop()
+        mailbox, self._mailbox = self._mailbox, None
         self._executor = None
+        if mailbox is not None:
+            mailbox.abort()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.drain, self.spec.config.scheduler.step_timeout_s)
-        self._mailbox = None
 
     async def close(self) -> None:
         """Ends the step thread after the step it is running."""
+        self._arrivals.clear()
+        self._reporter.stop()
         if self._mailbox is not None:
             self._mailbox.abort()
-        self._executor = None
         thread, self._thread = self._thread, None
         if thread is not None:
             await asyncio.to_thread(thread.close, self.spec.config.scheduler.step_timeout_s)
+        self._executor = self._runtime = self._mailbox = self._arena = None
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
-        self._runtime = None
-        self._mailbox = None
-        self._arena = None
-        self._store = None
+        store, self.store = self.store, None
+        if store is not None:
+            store.close()
         await super().close()
 
     # ------------------------------------------------------------------------------------------ shared memory
 
     async def share_store(self, to: ActorName) -> None:
         """Send the store's descriptors to ``to``. Raises ``FreeTokenError`` when none is held."""
-        if self._store is None:
+        if self.store is None:
             raise FreeTokenError("GpuExecutor holds no store")
-        self._store.share(self.endpoint, to, self.epoch)
+        self.store.share(self.endpoint, to, self.epoch)
 
     def _on_store_shared(self, message: StoreShared, fds: tuple[int, ...]) -> None:
-        if self._store is None or not self._store.is_same(message, fds):
-            store = HeldStore.adopt(message, fds)
+        store = receive_store(self.store, message, fds)
+        if store is not self.store:
+            # An executor that still runs on the old one keeps it until the next wiring.
+            if self.store is not None:
+                self.store.close()
+            self.store = store
             self._runtime = None
-            self._store = store
-        else:
-            close_all(fds)
-        self._arrived(ActorName.WEIGHT_STREAMER)
+            logger.info("event=store_held epoch=%d bytes=%d", message.epoch, store.size_bytes)
+        self._arrivals.deliver(ActorName.WEIGHT_STREAMER, None)
 
     def _on_mailbox_shared(self, message: MailboxShared, fds: tuple[int, ...]) -> None:
         try:
-            segment = _native.SharedSegment.attach(fds[0], message.size_bytes, "mailbox")
-            self._mailbox = _native.Mailbox.attach(segment)
+            mailbox = Mailbox.attach(SharedSegment.attach(fds[0], message.size_bytes, "freetoken-mailbox"))
         finally:
-            close_all(fds)
-        self._arrived(ActorName.EXPERT_CACHE)
-
-    def _arrived(self, peer: ActorName) -> None:
-        future = self._waiting.get(peer)
-        if future is not None and not future.done():
-            future.set_result(None)
-
-    def _on_peer_lost(self, peer: ActorName) -> None:
-        future = self._waiting.get(peer)
-        if future is not None and not future.done():
-            future.set_exception(PeerLostError(str(peer), "it ended before its shared memory came"))
+            close_fds(fds)
+        self._arrivals.deliver(ActorName.EXPERT_CACHE, mailbox)
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -219,35 +209,27 @@ class GpuExecutorService(Service):
             logger.info("event=plan_dropped step=%d epoch=%d own_epoch=%d", plan.step_id, plan.epoch, self.epoch)
             return
         self._thread.submit(self._executor, plan)
+        self._reporter.notice(StepNotice(plan.step_id, plan.epoch, 0, 0))
 
     def _on_outcome(self, plan: StepPlan, outcome: StepResult | StepFailed) -> None:
-        # On the step thread. A late outcome of a paused epoch is stamped with it and dropped by the receiver.
+        # On the step thread. The outcome of a step that a pause cut short is of no use to the next epoch.
+        if plan.epoch != self.epoch:
+            return
         try:
             self.endpoint.send(ActorName.SCHEDULER, outcome)
-            now = time.monotonic()
-            if now - self._reported_s >= REPORT_INTERVAL_S:
-                self._reported_s = now
-                report = StepReport(str(self.name), plan.epoch, plan.step_id, self.metrics())
-                self.endpoint.send(ActorName.CONTROLLER, report)
         except PeerLostError as error:
-            logger.info("event=outcome_undeliverable step=%d detail=%s", plan.step_id, error)
+            logger.info("event=outcome_undeliverable step=%d detail=%r", plan.step_id, str(error))
 
     def metrics(self) -> dict[str, float]:
-        """Steps, tokens, busy time and expert figures since start; arena geometry."""
+        """Steps, tokens, busy time and expert uses since start; arena geometry."""
         plan, executor, thread = self.spec.plan, self._executor, self._thread
         figures = thread.stats.metrics() if thread is not None else {}
         return {
             **figures,
-            "requests": len(executor.requests) if executor is not None else 0,
-            "queued_plans": thread.queued if thread is not None else 0,
-            "arena_bytes": self._arena.size_bytes if self._arena is not None else 0,
-            "slots": plan.num_slots,
-            "kv_blocks": plan.num_kv_blocks,
-            "device_threads": plan.device_threads,
+            "requests": float(len(executor.requests) if executor is not None else 0),
+            "queued_plans": float(thread.queued if thread is not None else 0),
+            "arena_bytes": float(self._arena.size_bytes if self._arena is not None else 0),
+            "slots": float(plan.num_slots),
+            "kv_blocks": float(plan.num_kv_blocks),
+            "device_threads": float(plan.device_threads),
         }
-
-
-def close_all(fds: tuple[int, ...]) -> None:
-    """Close descriptors that came with a message."""
-    for fd in fds:
-        os.close(fd)

@@ -51,12 +51,14 @@ class StepExecutor:
             message = f"{type(error).__name__}: {error}"
             if isinstance(error, InvalidPlanError):
                 message = str(error)
-                logger.error("step_invalid step=%d detail=%r", plan.step_id, message)
+                logger.error("event=step_invalid step=%d detail=%r", plan.step_id, message)
+            elif isinstance(error, RuntimeError) and str(error) == "aborted":  # somebody asked for it
+                logger.info("event=step_aborted step=%d", plan.step_id)
             else:
-                logger.exception("step_failed step=%d", plan.step_id)
+                logger.exception("event=step_failed step=%d", plan.step_id)
             self.requests.fail((row.request_id for row in plan.rows), f"step {plan.step_id} failed: {message}")
             suspects: tuple[str, ...] = ()
-            if isinstance(error, TimeoutError):
+            if isinstance(error, (TimeoutError, RuntimeError)):  # of the data plane: they name the party at fault
                 suspects = tuple(name.value for name in ActorName if name.value in str(error))
             return StepFailed(plan.step_id, plan.epoch, message, suspects)
 

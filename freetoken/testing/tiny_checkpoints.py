@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from freetoken import _native
+from freetoken.checkpoint.held_store import native_layout
 from freetoken.models.registry import DenseRole, ExpertRole, classify_tensor, parse_model_config
 from freetoken.models.spec import ModelSpec
 from freetoken.quant.pack import pack_expert
@@ -76,22 +77,6 @@ def load_tiny_checkpoint(name: str, dtype: str = "float32", seed: int = 0) -> Ti
         path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     return TinyCheckpoint(name, dtype, path, spec, dense, experts, oracle)
-
-
-def native_layout(layout: RecordLayout) -> _native.NativeLayout:
-    """The layout as kernels see it."""
-    return _native.NativeLayout(
-        layout.format,
-        layout.hidden,
-        layout.intermediate,
-        layout.tile_columns,
-        layout.num_tiles,
-        layout.tile_stride_bytes,
-        layout.stride_bytes,
-        layout.field("gate").offset_bytes,
-        layout.field("up").offset_bytes,
-        layout.field("down").offset_bytes,
-    )
 
 
 def pack_expert_store(tiny: TinyCheckpoint) -> tuple[_native.ExpertStore, RecordLayout]:
