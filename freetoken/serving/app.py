@@ -17,9 +17,10 @@ from aiohttp import web
 from freetoken.messages import HealthState
 from freetoken.serving.chat import chat_completions
 from freetoken.serving.completions import completions
-from freetoken.serving.context import CONTEXT, REQUEST_ID, FrontContext
+from freetoken.serving.context import CONTEXT, FrontContext
 from freetoken.serving.errors import RETRY_AFTER_LOADING_S, ApiError, internal, model_not_found, openai_error_body
 from freetoken.serving.metrics import CONTENT_TYPE, exposition
+from freetoken.serving.request_id import REQUEST_ID
 from freetoken.serving.status import actor_json
 
 logger = logging.getLogger(__name__)
@@ -99,10 +100,17 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
 )
 
 
+def _host_of(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
+
+
 def authorise(request: web.Request, api_keys: tuple[str, ...]) -> None:
     """Raises 401 without one of the keys, and 403 for a browser page of another origin."""
     origin = request.headers.get("Origin")
-    if origin is not None and urlsplit(origin).netloc.lower() != request.headers.get("Host", "").lower():
+    if origin is not None and _host_of(origin) != request.headers.get("Host", "").lower():
         raise ApiError(403, f"requests from pages of {origin[:200]!r} are not allowed", "cross_origin")
     if not api_keys or request.path in OPEN_PATHS:
         return

@@ -16,7 +16,7 @@ from freetoken.serving.context import CONTEXT, FrontContext, session_key
 from freetoken.serving.errors import ApiError, bad_value, openai_error_body, unsupported
 from freetoken.serving.generation import Generation, SequencePlan
 from freetoken.serving.openai_format import chat_logprobs, usage_object
-from freetoken.serving.openai_schema import ChatRequest, Message, shown
+from freetoken.serving.openai_schema import MAX_INT32, ChatRequest, Message, shown
 from freetoken.serving.sampling import check_choices, for_choice, output_budget, resolve_sampling
 from freetoken.serving.sse import KEEPALIVE_COMMENT, event, stream
 from freetoken.serving.template import RESERVED_NAMES, TemplateRefusedError
@@ -32,7 +32,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     fields, raw = await read_request(request, ChatRequest, context.pool)
     context.check_model(fields.model)
     _check(fields)
-    sequences = await _plan(context, text, fields, raw)
+    size = MAX_INT32 if request.content_length is None else request.content_length
+    sequences = await _plan(context, text, fields, raw, size)
     options = TextOptions(
         stop=tuple(fields.stop),
         include_stop=bool(fields.include_stop_str_in_output),
@@ -69,15 +70,15 @@ def _check(fields: ChatRequest) -> None:
             )
 
 
-async def _plan(context: FrontContext, text: TextModel, fields: ChatRequest, raw: dict[str, Any]) -> list[SequencePlan]:
-    """One sequence a choice, all with the same prompt."""
+async def _plan(
+    context: FrontContext, text: TextModel, fields: ChatRequest, raw: dict[str, Any], size: int
+) -> list[SequencePlan]:
+    """One sequence a choice, all with the same prompt. ``size`` is that of the request, in bytes."""
     top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else -1
     sampling = resolve_sampling(fields, text.defaults, context.spec, top_logprobs)
     count = fields.n or 1
     check_choices(count, context.limits, "n")
-    messages, size = template_messages(fields.messages, raw["messages"], text)
-    if fields.tools:
-        size += len(orjson.dumps(fields.tools))
+    messages = template_messages(fields.messages, raw["messages"], text)
     encode = functools.partial(_encode, text, fields, messages)
     prompt = context.checked_prompt(await context.run(size, encode), "messages")
     requested = fields.max_completion_tokens or fields.max_tokens
@@ -102,21 +103,19 @@ def _encode(text: TextModel, fields: ChatRequest, messages: list[dict[str, Any]]
 
 def template_messages(
     messages: Sequence[Message], raw: Sequence[dict[str, Any]], text: TextModel
-) -> tuple[list[dict[str, Any]], int]:
-    """The messages as templates expect them, and how many characters they have.
+) -> list[dict[str, Any]]:
+    """The messages as templates expect them.
 
     Content becomes one string however the client wrote it, so that both forms give the same tokens; ``developer`` is
     ``system`` unless the template knows it; everything else of a message stays as it came.
     """
     out: list[dict[str, Any]] = []
-    size = 0
     developer = "developer" if text.template is not None and text.template.knows_developer_role else "system"
     for i, (message, original) in enumerate(zip(messages, raw, strict=True)):
         content = _content(message, f"messages[{i}]")
-        size += len(content)
         role = developer if message.role == "developer" else message.role
         out.append({**original, "role": role, "content": content})
-    return out, size
+    return out
 
 
 def _content(message: Message, path: str) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -83,9 +82,6 @@ class FrontContext:
         return tuple(ids)
 
 
-REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-"""``X-Request-Id`` of the request that the current task handles."""
-
 CONTEXT: web.AppKey[FrontContext] = web.AppKey("context", FrontContext)
 
 
@@ -96,5 +92,5 @@ def session_key(request: web.Request, explicit: str | None) -> str:
     for name in SESSION_HEADERS:
         value = request.headers.get(name)
         if value:
-            return value[:512]
+            return value[:512].encode(errors="replace").decode()
     return ""

@@ -22,6 +22,7 @@ from freetoken.messages import (
 from freetoken.serving.choice import ChoiceDelta, ChoiceState, TextOptions
 from freetoken.serving.errors import ApiError, from_failure, unavailable
 from freetoken.serving.metrics import FrontMetrics
+from freetoken.serving.request_id import REQUEST_ID
 from freetoken.serving.streams import Gate, RequestStreams
 from freetoken.serving.tokenizer import TextModel
 from freetoken.serving.usage import Usage
@@ -108,7 +109,20 @@ class Generation:
     ) -> None:
         self._abort_rest("client")
         self._inbox.close()
-        self._metrics.ended(self.usage(), time.monotonic() - self._arrived_s, self._outcome(error))
+        usage, outcome, elapsed_s = self.usage(), self._outcome(error), time.monotonic() - self._arrived_s
+        self._metrics.ended(usage, elapsed_s, outcome)
+        logger.info(
+            "event=generation_ended request=%s generation=%s outcome=%s choices=%d prompt_tokens=%d cached_tokens=%d "
+            "output_tokens=%d elapsed_s=%.3f",
+            REQUEST_ID.get(),
+            self.request_id,
+            outcome,
+            self.num_choices,
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.output_tokens,
+            elapsed_s,
+        )
 
     def _outcome(self, error: BaseException | None) -> str:
         if error is None and self.done:

@@ -12,9 +12,9 @@ import orjson
 from aiohttp import web
 
 from freetoken.serving.choice import ChoiceDelta
-from freetoken.serving.context import REQUEST_ID
 from freetoken.serving.errors import ApiError, internal
 from freetoken.serving.generation import Generation
+from freetoken.serving.request_id import REQUEST_ID
 from freetoken.serving.usage import Usage
 
 logger = logging.getLogger(__name__)

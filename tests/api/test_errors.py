@@ -337,6 +337,7 @@ async def test_other_origins(site: Site) -> None:
     assert (status, error_of(body)["code"]) == (403, "cross_origin")
     status, _ = await site.get("/v1/models", headers={"Origin": site.front.url})
     assert status == 200
+    assert (await site.get("/v1/models", headers={"Origin": "http://["}))[0] == 403
     async with site.session.options("/v1/models", headers={"Origin": "null"}) as response:
         assert response.status == 403
         assert not any(name.lower().startswith("access-control") for name in response.headers)
@@ -401,6 +402,22 @@ async def test_junk_on_the_socket(site: Site) -> None:
         await asyncio.wait_for(reader.read(), 10)
         writer.close()
         await writer.wait_closed()
+    for path in ("/v1/models/%FF%FE", "/%FF", "/v1/models/%00"):
+        head = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", site.front.port)
+        writer.write(head.encode())
+        answer = await asyncio.wait_for(reader.read(), 10)
+        assert answer.startswith((b"HTTP/1.1 404", b"HTTP/1.1 400"))
+        writer.close()
+        await writer.wait_closed()
+    headers = b"X-Session-Id: \xff\r\nAuthorization: Bearer \xff\r\nX-Request-Id: \xff"
+    body = b'{"model": "tiny", "prompt": "x"}'
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.front.port)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%s\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    writer.write(head % (headers, len(body)) + body)
+    assert (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP/1.1 200")
+    writer.close()
+    await writer.wait_closed()
     assert (await site.complete())[0] == 200
 
 
