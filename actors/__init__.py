@@ -1,0 +1,1 @@
+"""The Ray shell around the services of ``freetoken``: everything that imports ray is here."""

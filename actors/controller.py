@@ -1,0 +1,71 @@
+"""The Controller actor: the only one that Ray restarts. A new one adopts the actors of the old one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, ClassVar
+
+import ray
+
+from actors.host import RayHost
+from actors.launch import end_actor
+from actors.process import ProcessWatch
+from actors.settings import GroupSettings
+from actors.shell import ActorShell
+from freetoken.engine.build import create_service
+from freetoken.engine.controller import ControllerService
+from freetoken.engine.runtime import Overview
+from freetoken.launch_spec import LaunchSpec
+from freetoken.messages import ActorName, ActorStatus, HealthView
+from freetoken.service import Service
+
+log = logging.getLogger(__name__)
+
+
+class Controller(ActorShell):
+    """Begins its work by itself, since nobody is there to ask it after a restart."""
+
+    name: ClassVar[ActorName] = ActorName.CONTROLLER
+    service: ControllerService
+
+    def __init__(self, spec: LaunchSpec, settings: GroupSettings) -> None:
+        context = ray.get_runtime_context()
+        self._self = context.current_actor
+        self._host = RayHost(settings, self._self)
+        super().__init__(spec, settings)
+        self.service.start(adopt=context.was_current_actor_reconstructed)
+        self._launcher = asyncio.ensure_future(self._outlive_no_launcher())
+
+    def _make_service(self, spec: LaunchSpec, arguments: dict[str, Any]) -> Service:
+        return create_service(
+            self.name, spec, self.endpoint, self.settings.services, host=self._host, policy=self.settings.policy
+        )
+
+    async def _outlive_no_launcher(self) -> None:
+        launcher = self.settings.launcher
+        if launcher is None:
+            return
+        watch = ProcessWatch(launcher)
+        try:
+            await watch.wait()
+        finally:
+            watch.close()
+        log.warning("event=launcher_gone pid=%d", launcher.pid)
+        await self.stop()
+        end_actor(self._self)
+
+    async def actors(self) -> list[ActorStatus]:
+        """See ``ControllerClient``, as for all below."""
+        return await self.service.actors()
+
+    async def health(self) -> HealthView:
+        return await self.service.health()
+
+    async def overview(self) -> Overview:
+        return await self.service.overview()
+
+    async def stop(self) -> None:
+        await self.service.stop()
+        self._host.sweep()
+        await self._runner.close()
