@@ -50,7 +50,12 @@ void CacheServer::start() {
   started_ = true;
   resident_.set(slots_->num_resident());
   in_flight_.set(slots_->num_in_flight());
-  thread_ = std::thread([this] { serve(); });
+  try {
+    thread_ = std::thread([this] { serve(); });
+  } catch (...) {
+    slots_->release_owner();
+    throw;
+  }
 }
 
 void CacheServer::stop() {
@@ -79,7 +84,12 @@ void CacheServer::serve() {
     mailbox_->req().bell.wait(ready, spin_us_, -1);
     if (mailbox_->aborted() || stopping_.load(std::memory_order_seq_cst)) return;
     answered = mailbox_->req().load();
-    if (!answer(answered)) return;
+    try {
+      if (!answer(answered)) return;
+    } catch (...) {  // the client must not wait for this plan, and an exception must not leave the thread
+      mailbox_->abort(AbortReason::kCacheFailed);
+      return;
+    }
   }
 }
 
