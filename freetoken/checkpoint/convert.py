@@ -31,6 +31,7 @@ from freetoken.quant.pack import pack_expert
 from freetoken.quant.record import DTYPE_BYTES
 
 _CHUNK_BYTES = 64 * 1024**2
+_RELEASE_BYTES = 256 * 1024**2  # of records between two releases of the source's pages
 _CONFIG_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 Progress = Callable[[int, int, str], None]
@@ -122,15 +123,15 @@ def convert_source(
     report = progress or (lambda done, total, what: None)
     total = plan.dense_bytes + plan.expert_bytes
     with FtwWriter(destination, plan, source.fingerprint, overwrite=options.overwrite) as writer:
-        done = writer.resumed_bytes
+        done, unreleased = writer.resumed_bytes, 0
         report(done, total, "")
         for name, origin in names.dense.items():
             if writer.has_tensor(name):
                 continue
             report(done, total, name)
             writer.write_tensor(name, _rows(source, origin, dense_dtypes[name]))
-            source.release()
             done += plan.tensors[name].size_bytes
+            source.release()
         for layer, dtype in enumerate(layer_dtypes):
             layout = plan.layout_of(layer)
             record = np.zeros(layout.stride_bytes, np.uint8)
@@ -143,7 +144,10 @@ def convert_source(
                 )
                 writer.write_record(layer, expert, pack_expert(layout, gate, up, down, record))
                 done += layout.stride_bytes
-            source.release()
+                unreleased += layout.stride_bytes
+                if unreleased >= _RELEASE_BYTES:
+                    source.release()
+                    unreleased = 0
         report(done, total, "finishing")
         return writer.finish(
             {**source.description, "fingerprint": source.fingerprint},

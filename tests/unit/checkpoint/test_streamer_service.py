@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -111,6 +113,31 @@ def test_memory_that_cannot_be_had(index, monkeypatch):
     monkeypatch.setattr(store_loader, "SharedSegment", Segment)
     with pytest.raises(CapacityError, match=r"cannot allocate .* for .*dense-0000\d\.ftw .*Cannot allocate memory"):
         StoreLoader(index).run()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_loading_takes_no_more_memory_than_the_store(tmp_path, direct):
+    """Peak resident memory of a fresh process, beyond what it had before, against the size of the store."""
+    config = {**CONFIGS["llama"], "vocab_size": 262144, "tie_word_embeddings": True}
+    big = convert_source(ArraySource(config, tiny_arrays(config)), tmp_path / "big")
+    script = """
+import sys
+from pathlib import Path
+from freetoken.checkpoint.ftw import FtwIndex
+from freetoken.checkpoint.store_loader import StoreLoader
+
+def peak():
+    return next(int(l.split()[1]) for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM"))
+
+index = FtwIndex.load(sys.argv[1])
+before = peak()
+segments = StoreLoader(index, chunk_bytes=2**20, direct=sys.argv[2] == "True").run()
+print(1024 * (peak() - before), index.store_bytes)
+"""
+    command = [sys.executable, "-c", script, str(big.path), str(direct)]
+    grown, store = map(int, subprocess.run(command, capture_output=True, check=True, text=True).stdout.split())
+    assert store > 32 * 2**20
+    assert grown <= 1.1 * store
 
 
 # ------------------------------------------------------------------------------------------ actor
