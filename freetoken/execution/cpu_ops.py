@@ -15,15 +15,22 @@ from freetoken.execution.arena import Arena
 from freetoken.execution.experts import ExpertRunner
 from freetoken.models.decoder import DecoderBatch
 from freetoken.models.spec import RouterSpec
+from freetoken.quant import bf16
+
+F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+U8 = NDArray[np.uint8]
+Weights = NDArray[Any]  # float32, or uint16 holding bfloat16
 
 # Tokens up to which the native product is the faster one. Measured on two Zen 4 cores, 2048 x 2048 to 32000 x 1024:
 # float32 draws level with PyTorch at about 128 tokens, bfloat16 (whose products PyTorch does on the dot-product
 # instructions, rounding the activations) at about 12.
-_NATIVE_MAX_TOKENS = {torch.float32: 96, torch.bfloat16: 12}
+_NATIVE_MAX_TOKENS_F32, _NATIVE_MAX_TOKENS_BF16 = 96, 12
 
 
 class CpuOps:
-    """Implements ``DecoderOps`` over an arena's KV segment. Called from one thread.
+    """Implements ``DecoderOps`` on NumPy arrays over an arena's KV segment. Called from one thread.
 
     Products of few tokens use the native kernel, as do all with ``deterministic``: it is batch-invariant, and float32
     but for the weights. Larger ones use PyTorch where that is faster: float32 in float32; bfloat16 weights with
@@ -45,64 +52,80 @@ class CpuOps:
         features = _native.cpu_features()
         self._bf16_products = features.get("avx512_bf16", False) or features.get("amx_bf16", False)
 
-    def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
-        rows = F.embedding(token_ids, weight)
-        return rows if rows.dtype == torch.float32 else rows.float()
+    @staticmethod
+    def prepare(weight: Tensor) -> Weights:
+        """A view; bfloat16 as uint16."""
+        if weight.dtype == torch.bfloat16:
+            return weight.view(torch.int16).numpy().view(np.uint16)
+        array: F32 = weight.numpy()
+        return array
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        small = x.shape[0] <= _NATIVE_MAX_TOKENS[weight.dtype]
-        if small or self._deterministic or (weight.dtype == torch.bfloat16 and not self._bf16_products):
+    def upload(self, batch: DecoderBatch) -> DecoderBatch:
+        return batch
+
+    def embed(self, token_ids: I64, weight: Weights) -> F32:
+        rows = weight[token_ids]
+        return rows if rows.dtype == np.float32 else bf16.to_f32(rows)
+
+    def linear(self, x: F32, weight: Weights, bias: F32 | None = None) -> F32:
+        is_bf16 = weight.dtype == np.uint16
+        small = len(x) <= (_NATIVE_MAX_TOKENS_BF16 if is_bf16 else _NATIVE_MAX_TOKENS_F32)
+        if small or self._deterministic or (is_bf16 and not self._bf16_products):
             return self._native_linear(x, weight, bias)
-        if weight.dtype == torch.float32:
-            return F.linear(x, weight, bias)
-        out = F.linear(x.bfloat16(), weight).float()
-        return out if bias is None else out.add_(bias)
-
-    def _native_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
-        _native.linear(self._pool, x.numpy(), _array(weight), None if bias is None else bias.numpy(), out.numpy())
+        if is_bf16:
+            matrix = torch.from_numpy(weight.view(np.int16)).view(torch.bfloat16)
+            out: F32 = F.linear(torch.from_numpy(x).bfloat16(), matrix).float().numpy()
+        else:
+            out = F.linear(torch.from_numpy(x), torch.from_numpy(weight)).numpy()
+        if bias is not None:
+            out += bias
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out = torch.empty_like(x)
-        _native.rms_norm(self._pool, x.numpy(), weight.numpy(), eps, out.numpy())
+    def _native_linear(self, x: F32, weight: Weights, bias: F32 | None) -> F32:
+        out = np.empty((len(x), weight.shape[0]), dtype=np.float32)
+        _native.linear(self._pool, x, weight, bias, out)
         return out
 
-    def add_rms_norm(self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out = torch.empty_like(residual)
-        _native.add_rms_norm(self._pool, residual.numpy(), delta.numpy(), weight.numpy(), eps, out.numpy())
+    def rms_norm(self, x: F32, weight: Weights, eps: float) -> F32:
+        out = np.empty_like(x)
+        _native.rms_norm(self._pool, x, weight, eps, out)
         return out
 
-    def rotary(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
-        _native.rotary(self._pool, x.numpy(), positions.numpy(), cos.numpy(), sin.numpy())
-
-    def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        out = torch.empty_like(gate)
-        _native.silu_and_mul(self._pool, gate.numpy(), up.numpy(), out.numpy())
+    def add_rms_norm(self, residual: F32, delta: F32, weight: Weights, eps: float) -> F32:
+        out = np.empty_like(residual)
+        _native.add_rms_norm(self._pool, residual, delta, weight, eps, out)
         return out
 
-    def router(self, hidden: Tensor, weight: Tensor, router: RouterSpec) -> tuple[Tensor, Tensor]:
+    def rotary(self, x: F32, positions: I32, cos: F32, sin: F32) -> None:
+        _native.rotary(self._pool, x, positions, cos, sin)
+
+    def silu_and_mul(self, gate: F32, up: F32) -> F32:
+        out = np.empty_like(gate)
+        _native.silu_and_mul(self._pool, gate, up, out)
+        return out
+
+    def router(self, hidden: F32, weight: Weights, router: RouterSpec) -> tuple[I32, F32]:
         logits = self._native_linear(hidden, weight, None)
-        shape = (hidden.shape[0], router.num_experts_per_tok)
-        ids, weights = torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.float32)
+        shape = (len(hidden), router.num_experts_per_tok)
+        ids, weights = np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.float32)
         _native.router_topk(
             self._pool,
-            logits.numpy(),
+            logits,
             router.num_experts_per_tok,
             router.renormalize,
             router.scaling,
-            ids.numpy(),
-            weights.numpy(),
+            ids,
+            weights,
         )
         return ids, weights
 
-    def kv_store(self, layer: int, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
+    def kv_store(self, layer: int, keys: F32, values: F32, slot_mapping: I64) -> None:
         kv = self._kv
         _native.kv_store(
             self._pool,
-            keys.numpy(),
-            values.numpy(),
-            slot_mapping.numpy(),
+            keys,
+            values,
+            slot_mapping,
             self._segment,
             layer * kv.layer_bytes,
             kv.block_bytes,
@@ -110,15 +133,15 @@ class CpuOps:
             kv.dtype,
         )
 
-    def attention(self, layer: int, queries: Tensor, batch: DecoderBatch, scale: float, sliding_window: int) -> Tensor:
+    def attention(self, layer: int, queries: F32, batch: DecoderBatch, scale: float, sliding_window: int) -> F32:
         kv = self._kv
-        out = torch.empty((queries.shape[0], queries.shape[1] * queries.shape[2]), dtype=torch.float32)
+        out = np.empty((len(queries), queries.shape[1] * queries.shape[2]), dtype=np.float32)
         _native.paged_attention(
             self._pool,
-            queries.numpy(),
-            batch.row_starts.numpy(),
-            batch.positions.numpy(),
-            batch.block_tables.numpy(),
+            queries,
+            batch.row_starts,
+            batch.positions,
+            batch.block_tables,
             self._segment,
             layer * kv.layer_bytes,
             kv.block_bytes,
@@ -127,15 +150,9 @@ class CpuOps:
             kv.dtype,
             scale,
             sliding_window,
-            out.numpy(),
+            out,
         )
         return out
 
-    def experts(self, ordinal: int, hidden: Tensor, ids: Tensor, weights: Tensor, admit: Tensor) -> Tensor:
+    def experts(self, ordinal: int, hidden: F32, ids: I32, weights: F32, admit: U8) -> F32:
         return self.expert_runner.run(ordinal, hidden, ids, weights, admit)
-
-
-def _array(weight: Tensor) -> NDArray[Any]:
-    """A NumPy view; bfloat16 as uint16."""
-    view: NDArray[Any] = (weight.view(torch.int16) if weight.dtype == torch.bfloat16 else weight).numpy()
-    return view.view(np.uint16) if view.dtype == np.int16 else view

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from freetoken import _native
 from freetoken.messages import ExpertCounters
+
+F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
+U8 = NDArray[np.uint8]
 
 
 class ExpertRunner(Protocol):
@@ -18,7 +22,7 @@ class ExpertRunner(Protocol):
         """A step starts; the counters restart from zero."""
         ...
 
-    def run(self, ordinal: int, hidden: Tensor, ids: Tensor, weights: Tensor, admit: Tensor) -> Tensor:
+    def run(self, ordinal: int, hidden: F32, ids: I32, weights: F32, admit: U8) -> F32:
         """hidden [T, H] float32, ids [T, K] int32, weights [T, K] float32, admit [T] uint8 -> [T, H] float32."""
         ...
 
@@ -36,10 +40,10 @@ class MailboxExperts:
     def begin_step(self, step_id: int) -> None:
         self._client.begin_step(step_id)
 
-    def run(self, ordinal: int, hidden: Tensor, ids: Tensor, weights: Tensor, admit: Tensor) -> Tensor:
+    def run(self, ordinal: int, hidden: F32, ids: I32, weights: F32, admit: U8) -> F32:
         """Raises ``TimeoutError`` naming the late party, ``RuntimeError`` when the mailbox was aborted."""
-        out = torch.empty_like(hidden)
-        self._client.forward(ordinal, hidden.numpy(), ids.numpy(), weights.numpy(), admit.numpy(), out.numpy())
+        out = np.empty_like(hidden)
+        self._client.forward(ordinal, hidden, ids, weights, admit, out)
         return out
 
     def step_counters(self) -> ExpertCounters:
@@ -60,19 +64,10 @@ class StoreExperts:
         self._hits = 0
         self._layers = 0
 
-    def run(self, ordinal: int, hidden: Tensor, ids: Tensor, weights: Tensor, admit: Tensor) -> Tensor:
-        out = torch.empty_like(hidden)
-        _native.expert_ffn(
-            self._pool,
-            self._store,
-            ordinal,
-            hidden.numpy(),
-            ids.numpy(),
-            weights.numpy(),
-            out.numpy(),
-            self._deterministic,
-        )
-        self._hits += len(torch.unique(ids))
+    def run(self, ordinal: int, hidden: F32, ids: I32, weights: F32, admit: U8) -> F32:
+        out = np.empty_like(hidden)
+        _native.expert_ffn(self._pool, self._store, ordinal, hidden, ids, weights, out, self._deterministic)
+        self._hits += len(np.unique(ids))
         self._layers += 1
         return out
 
@@ -86,8 +81,8 @@ class NoExperts:
     def begin_step(self, step_id: int) -> None:
         return
 
-    def run(self, ordinal: int, hidden: Tensor, ids: Tensor, weights: Tensor, admit: Tensor) -> Tensor:
-        return torch.zeros_like(hidden)
+    def run(self, ordinal: int, hidden: F32, ids: I32, weights: F32, admit: U8) -> F32:
+        return np.zeros_like(hidden)
 
     def step_counters(self) -> ExpertCounters:
         return ExpertCounters()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 
 from freetoken import _native
 from freetoken.checkpoint.ftw import FtwIndex
@@ -36,7 +36,7 @@ class ModelRuntime:
         self._arena = arena
         self._pool = pool
         weights = map_dense_weights(index, store.segments)
-        self._decoder = Decoder(launch.model, weights, launch.plan.max_context_tokens)
+        self._decoder = Decoder(launch.model, weights, launch.plan.max_context_tokens, CpuOps.prepare)
         self._expert_store = store.build_expert_store(index) if launch.model.is_moe else None
 
     def build_executor(self, mailbox: _native.Mailbox | None) -> StepExecutor:
@@ -75,13 +75,13 @@ class ModelRuntime:
             count = min(count, largest)
             num_blocks = -(-count // plan.kv_block_size)
             batch = DecoderBatch(
-                token_ids=torch.zeros(count, dtype=torch.int64),
-                positions=torch.arange(count, dtype=torch.int32),
-                slot_mapping=torch.full((count,), -1, dtype=torch.int64),
-                row_starts=torch.tensor([0, count], dtype=torch.int32),
-                block_tables=torch.arange(num_blocks, dtype=torch.int32)[None],
-                admit=torch.zeros(count, dtype=torch.uint8),
-                logit_tokens=torch.tensor([count - 1]),
+                token_ids=np.zeros(count, dtype=np.int64),
+                positions=np.arange(count, dtype=np.int32),
+                slot_mapping=np.full(count, -1, dtype=np.int64),
+                row_starts=np.array([0, count], dtype=np.int32),
+                block_tables=np.arange(num_blocks, dtype=np.int32)[None],
+                admit=np.zeros(count, dtype=np.uint8),
+                logit_tokens=np.array([count - 1], dtype=np.int64),
             )
             self._decoder.forward(batch, ops)
 

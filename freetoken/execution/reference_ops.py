@@ -6,6 +6,7 @@ by the textbook formula. Experts come as whole matrices, not as records.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping
 
@@ -30,6 +31,13 @@ class ReferenceOps:
         shape = (kv.num_blocks, kv.num_layers, 2, kv.block_size, kv.num_kv_heads, kv.head_dim)
         self.kv = torch.zeros(shape, dtype=dtype)
         self._experts = experts or {}
+
+    @staticmethod
+    def prepare(weight: Tensor) -> Tensor:
+        return weight
+
+    def upload(self, batch: DecoderBatch) -> DecoderBatch:
+        return DecoderBatch(*(torch.as_tensor(getattr(batch, field.name)) for field in dataclasses.fields(batch)))
 
     def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
         return weight[token_ids].float()

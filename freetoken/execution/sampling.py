@@ -19,9 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from freetoken.execution.batch_state import RequestState
 from freetoken.messages import LogprobEntry, SamplingParams
@@ -47,27 +45,26 @@ class Sampled:
     failure: str | None = None
 
 
-def sample(logits: Tensor, states: Sequence[RequestState]) -> list[Sampled]:
-    """One token for each row of logits [S, V] float32, given the requests the rows belong to.
+def sample(logits: F32, states: Sequence[RequestState]) -> list[Sampled]:
+    """One token for each row of logits [S, V], given the requests the rows belong to.
 
     The token of state s is drawn for position ``len(s.tokens)``. Neither argument is changed.
     """
     if not states:
         return []
-    # A sum is finite only if every term is, so one cheap reduction clears the usual case.
-    suspicious = ~torch.isfinite(logits.sum(dim=1))
-    finite = [True] * len(states)
-    if bool(suspicious.any()):
-        finite = torch.isfinite(logits).all(dim=1).tolist()
-    best = logits.argmax(dim=1).tolist()
-    rows: F32 = logits.numpy()
+    with np.errstate(over="ignore", invalid="ignore"):
+        # A sum is finite only if every term is, so one cheap reduction clears the usual case.
+        finite = np.isfinite(logits.sum(axis=1))
+    if not finite.all():
+        finite = np.isfinite(logits).all(axis=1)
+    best = logits.argmax(axis=1).tolist()
     results = []
     for index, state in enumerate(states):
         if not finite[index]:
-            results.append(Sampled(None, failure=_describe_non_finite(rows[index])))
+            results.append(Sampled(None, failure=_describe_non_finite(logits[index])))
             continue
         params = state.sampling
-        row, top = rows[index], best[index]
+        row, top = logits[index], best[index]
         if any(not 0 <= token < len(row) for token, _ in params.logit_bias):
             results.append(Sampled(None, failure=f"logit_bias names a token outside the vocabulary of {len(row)}"))
             continue
@@ -79,7 +76,9 @@ def sample(logits: Tensor, states: Sequence[RequestState]) -> list[Sampled]:
             # Tiny temperatures send hopeless tokens to minus infinity, which is where they belong.
             with np.errstate(over="ignore", under="ignore"):
                 token_id = _draw(row, top, params, state.seed, len(state.tokens))
-        entry = _logprob(rows[index], best[index], token_id, params.top_logprobs) if params.top_logprobs >= 0 else None
+        entry = (
+            _logprob(logits[index], best[index], token_id, params.top_logprobs) if params.top_logprobs >= 0 else None
+        )
         results.append(Sampled(token_id, entry))
     return results
 

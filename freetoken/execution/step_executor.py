@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-import torch
 
 from freetoken.execution.batch_state import BatchState, InvalidPlanError, RequestState
 from freetoken.execution.experts import ExpertRunner
@@ -76,7 +75,7 @@ class StepExecutor:
         outcomes: dict[str, Sampled] = {}
         if running:
             batch = self._build_batch(running)
-            logits = self._decoder.forward(batch, self._ops)
+            logits = np.asarray(self._decoder.forward(batch, self._ops))
             for row, state in running:
                 state.num_computed = row.start + row.num_tokens
             sampling = [state for row, state in running if row.sample]
@@ -123,13 +122,13 @@ class StepExecutor:
             if row.sample:
                 wanted.append(end - 1)
         return DecoderBatch(
-            token_ids=torch.from_numpy(token_ids),
-            positions=torch.from_numpy(positions),
-            slot_mapping=torch.from_numpy(slots),
-            row_starts=torch.from_numpy(starts),
-            block_tables=torch.from_numpy(tables),
-            admit=torch.from_numpy(admit),
-            logit_tokens=torch.tensor(wanted, dtype=torch.int64),
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slots,
+            row_starts=starts,
+            block_tables=tables,
+            admit=admit,
+            logit_tokens=np.array(wanted, dtype=np.int64),
         )
 
 

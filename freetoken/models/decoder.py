@@ -6,9 +6,9 @@ device, is the business of a ``DecoderOps``. Activations are float32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from freetoken.models.registry import dense_tensor_names
 from freetoken.models.rope import rope_tables
 from freetoken.models.spec import ModelSpec, RouterSpec
 
+Array = Any
+"""An activation, weight or index array of the kind that the ops in use work with (NumPy, torch on some device)."""
+
 
 @dataclass(slots=True)
 class DecoderBatch:
@@ -26,143 +29,160 @@ class DecoderBatch:
     ``positions`` [T] int32; ``token_ids`` [T] int64; ``slot_mapping`` [T] int64 (block * block_size + offset, -1 writes
     no KV); ``row_starts`` [R + 1] int32; ``block_tables`` [R, max_blocks] int32 padded with -1; ``admit`` [T] uint8 (0
     keeps a token's experts out of the slots); ``logit_tokens`` [S] int64, the token indices whose logits are wanted.
+    NumPy arrays until ``DecoderOps.upload``.
     """
 
-    token_ids: Tensor
-    positions: Tensor
-    slot_mapping: Tensor
-    row_starts: Tensor
-    block_tables: Tensor
-    admit: Tensor
-    logit_tokens: Tensor
+    token_ids: Array
+    positions: Array
+    slot_mapping: Array
+    row_starts: Array
+    block_tables: Array
+    admit: Array
+    logit_tokens: Array
 
 
 class DecoderOps(Protocol):
-    """What a device must be able to do. Activations are contiguous float32; weights are as stored (float32 or
-    bfloat16), norm weights and biases float32. Called from one thread."""
+    """What a device must be able to do, on arrays of its own kind. Called from one thread.
 
-    def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
-        """[T] int64, [V, H] -> [T, H], a fresh tensor."""
+    Arrays have ``len``, ``reshape`` and row indexing. Activations are contiguous float32, weights as stored (float32
+    or bfloat16), norm weights and biases float32.
+    """
+
+    def prepare(self, weight: Tensor) -> Array:
+        """A weight or table as this device wants it, once per model; on the CPU a view."""
         ...
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def upload(self, batch: DecoderBatch) -> DecoderBatch:
+        """The batch as this device wants it, once per step."""
+        ...
+
+    def embed(self, token_ids: Array, weight: Array) -> Array:
+        """[T] int64, [V, H] -> [T, H], a fresh array."""
+        ...
+
+    def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
         """x [T, I] @ weight[O, I].T (+ bias [O]) -> [T, O]."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:
         """Over the last dimension of x [N, D] -> [N, D]."""
         ...
 
-    def add_rms_norm(self, residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """``residual += delta`` in place, then its norm as a fresh tensor."""
+    def add_rms_norm(self, residual: Array, delta: Array, weight: Array, eps: float) -> Array:
+        """``residual += delta`` in place, then its norm as a fresh array."""
         ...
 
-    def rotary(self, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
+    def rotary(self, x: Array, positions: Array, cos: Array, sin: Array) -> None:
         """Rotate x [T, heads, D] in place; cos/sin [max_position, R/2], half-split pairs in the first R dimensions."""
         ...
 
-    def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+    def silu_and_mul(self, gate: Array, up: Array) -> Array:
         """silu(gate) * up."""
         ...
 
-    def router(self, hidden: Tensor, weight: Tensor, router: RouterSpec) -> tuple[Tensor, Tensor]:
+    def router(self, hidden: Array, weight: Array, router: RouterSpec) -> tuple[Array, Array]:
         """[T, H], [E, H] -> ids [T, K] int32 and weights [T, K] float32, by descending probability.
 
         The logits are computed in float32 whatever the batch size: a rounded activation here is another expert there.
         """
         ...
 
-    def kv_store(self, layer: int, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
+    def kv_store(self, layer: int, keys: Array, values: Array, slot_mapping: Array) -> None:
         """Write keys and values [T, KVH, D] of ``layer`` at their token slots."""
         ...
 
-    def attention(self, layer: int, queries: Tensor, batch: DecoderBatch, scale: float, sliding_window: int) -> Tensor:
+    def attention(self, layer: int, queries: Array, batch: DecoderBatch, scale: float, sliding_window: int) -> Array:
         """Causal attention over paged KV: queries [T, QH, D] -> [T, QH * D]; ``sliding_window`` 0 sees all."""
         ...
 
-    def experts(self, ordinal: int, hidden: Tensor, ids: Tensor, weights: Tensor, admit: Tensor) -> Tensor:
+    def experts(self, ordinal: int, hidden: Array, ids: Array, weights: Array, admit: Array) -> Array:
         """The routed experts' weighted sum for expert layer ``ordinal``: [T, H] -> [T, H]."""
         ...
 
 
 @dataclass(slots=True)
 class _Linear:
-    weight: Tensor
-    bias: Tensor | None
+    weight: Array
+    bias: Array | None
 
 
 @dataclass(slots=True)
 class _Layer:
     index: int
-    input_norm: Tensor
-    post_norm: Tensor
+    input_norm: Array
+    post_norm: Array
     q: _Linear
     k: _Linear
     v: _Linear
     o: _Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    q_norm: Array | None
+    k_norm: Array | None
     sliding_window: int
     expert_ordinal: int
-    router: Tensor | None
+    router: Array | None
     gate: _Linear | None
     up: _Linear | None
     down: _Linear | None
 
 
 class Decoder:
-    """One model's weights in forward order. Immutable; ``forward`` may be called from one thread at a time."""
+    """One model's weights in forward order, prepared for one kind of ops. Immutable."""
 
-    def __init__(self, spec: ModelSpec, weights: Mapping[str, Tensor], max_positions: int) -> None:
-        """``weights`` are named and shaped as ``registry.dense_tensor_names`` says, float32 or bfloat16; matrices are
-        used where they lie. Raises ``CheckpointError`` naming a tensor that is missing or has another shape or dtype.
-        """
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Mapping[str, Tensor],
+        max_positions: int,
+        prepare: Callable[[Tensor], Array],
+    ) -> None:
+        """``weights`` are named and shaped as ``registry.dense_tensor_names`` says, float32 or bfloat16. Raises
+        ``CheckpointError`` naming a tensor that is missing or has another shape or dtype."""
         self.spec = spec
         self.max_positions = max_positions
         check_dense_weights(spec, weights)
         weights = {name: weights[name] for name in dense_tensor_names(spec)}
-        cos, sin = rope_tables(spec.rope, max_positions)
-        self._cos, self._sin = torch.from_numpy(cos), torch.from_numpy(sin)
-        self._embedding = weights["model.embed_tokens.weight"]
-        self._lm_head = self._embedding if spec.tie_word_embeddings else weights["lm_head.weight"]
-        self._final_norm = weights["model.norm.weight"].float()
-        self._layers = [_build_layer(spec, weights, index) for index in range(spec.num_layers)]
+        self._cos, self._sin = (prepare(torch.from_numpy(table)) for table in rope_tables(spec.rope, max_positions))
+        self._embedding = prepare(weights["model.embed_tokens.weight"])
+        self._lm_head = self._embedding if spec.tie_word_embeddings else prepare(weights["lm_head.weight"])
+        self._final_norm = prepare(weights["model.norm.weight"].float())
+        self._layers = [_build_layer(spec, weights, index, prepare) for index in range(spec.num_layers)]
 
-    @torch.inference_mode()
-    def forward(self, batch: DecoderBatch, ops: DecoderOps) -> Tensor:
+    def forward(self, batch: DecoderBatch, ops: DecoderOps) -> Array:
         """Logits [S, V] float32 of ``batch.logit_tokens``; writes the KV of all tokens. Nothing else is mutated."""
         spec, eps = self.spec, self.spec.rms_norm_eps
+        batch = ops.upload(batch)
         residual = ops.embed(batch.token_ids, self._embedding)
         hidden = ops.rms_norm(residual, self._layers[0].input_norm, eps)
+        delta = hidden
         for layer in self._layers:
+            if layer.index:
+                hidden = ops.add_rms_norm(residual, delta, layer.input_norm, eps)
             delta = self._attention(layer, hidden, batch, ops)
             hidden = ops.add_rms_norm(residual, delta, layer.post_norm, eps)
             delta = self._mlp(layer, hidden, batch, ops)
-            if layer.index + 1 < spec.num_layers:
-                hidden = ops.add_rms_norm(residual, delta, self._layers[layer.index + 1].input_norm, eps)
-        if batch.logit_tokens.numel() == 0:
-            return torch.empty((0, spec.vocab_size), dtype=torch.float32)
         residual, delta = residual[batch.logit_tokens], delta[batch.logit_tokens]
+        if not len(residual):
+            return residual.reshape(0, spec.vocab_size)
         return ops.linear(ops.add_rms_norm(residual, delta, self._final_norm, eps), self._lm_head)
 
-    def _attention(self, layer: _Layer, hidden: Tensor, batch: DecoderBatch, ops: DecoderOps) -> Tensor:
+    def _attention(self, layer: _Layer, hidden: Array, batch: DecoderBatch, ops: DecoderOps) -> Array:
         spec = self.spec
         queries = ops.linear(hidden, layer.q.weight, layer.q.bias)
         keys = ops.linear(hidden, layer.k.weight, layer.k.bias)
         values = ops.linear(hidden, layer.v.weight, layer.v.bias)
         if layer.q_norm is not None and layer.k_norm is not None:
-            queries = ops.rms_norm(queries.view(-1, spec.head_dim), layer.q_norm, spec.rms_norm_eps)
-            keys = ops.rms_norm(keys.view(-1, spec.head_dim), layer.k_norm, spec.rms_norm_eps)
-        queries = queries.view(-1, spec.num_heads, spec.head_dim)
-        keys = keys.view(-1, spec.num_kv_heads, spec.head_dim)
-        values = values.view(-1, spec.num_kv_heads, spec.head_dim)
+            queries = ops.rms_norm(queries.reshape(-1, spec.head_dim), layer.q_norm, spec.rms_norm_eps)
+            keys = ops.rms_norm(keys.reshape(-1, spec.head_dim), layer.k_norm, spec.rms_norm_eps)
+        queries = queries.reshape(-1, spec.num_heads, spec.head_dim)
+        keys = keys.reshape(-1, spec.num_kv_heads, spec.head_dim)
+        values = values.reshape(-1, spec.num_kv_heads, spec.head_dim)
         ops.rotary(queries, batch.positions, self._cos, self._sin)
         ops.rotary(keys, batch.positions, self._cos, self._sin)
         ops.kv_store(layer.index, keys, values, batch.slot_mapping)
         mixed = ops.attention(layer.index, queries, batch, spec.head_dim**-0.5, layer.sliding_window)
         return ops.linear(mixed, layer.o.weight, layer.o.bias)
 
-    def _mlp(self, layer: _Layer, hidden: Tensor, batch: DecoderBatch, ops: DecoderOps) -> Tensor:
+    def _mlp(self, layer: _Layer, hidden: Array, batch: DecoderBatch, ops: DecoderOps) -> Array:
         if layer.router is not None and self.spec.router is not None:
             ids, weights = ops.router(hidden, layer.router, self.spec.router)
             return ops.experts(layer.expert_ordinal, hidden, ids, weights, batch.admit)
@@ -186,15 +206,17 @@ def check_dense_weights(spec: ModelSpec, weights: Mapping[str, Tensor]) -> None:
             raise CheckpointError(f"tensor {name!r} has dtype {tensor.dtype}, supported are float32 and bfloat16")
 
 
-def _build_layer(spec: ModelSpec, weights: Mapping[str, Tensor], index: int) -> _Layer:
+def _build_layer(
+    spec: ModelSpec, weights: Mapping[str, Tensor], index: int, prepare: Callable[[Tensor], Array]
+) -> _Layer:
     prefix = f"model.layers.{index}."
 
     def linear(name: str) -> _Linear:
         bias = weights.get(prefix + name + ".bias")
-        return _Linear(weights[prefix + name + ".weight"], None if bias is None else bias.float())
+        return _Linear(prepare(weights[prefix + name + ".weight"]), None if bias is None else prepare(bias.float()))
 
-    def norm(name: str) -> Tensor:
-        return weights[prefix + name + ".weight"].float().contiguous()
+    def norm(name: str) -> Array:
+        return prepare(weights[prefix + name + ".weight"].float())
 
     moe = index in spec.moe_layers
     gate, up, down = (None, None, None) if moe else _triple([linear(f"mlp.{p}_proj") for p in ("gate", "up", "down")])
@@ -210,7 +232,7 @@ def _build_layer(spec: ModelSpec, weights: Mapping[str, Tensor], index: int) -> 
         k_norm=norm("self_attn.k_norm") if spec.qk_norm else None,
         sliding_window=(spec.sliding_window or 0) if index in spec.sliding_layers else 0,
         expert_ordinal=spec.moe_layers.index(index) if moe else -1,
-        router=weights[prefix + "mlp.gate.weight"] if moe else None,
+        router=prepare(weights[prefix + "mlp.gate.weight"]) if moe else None,
         gate=gate,
         up=up,
         down=down,

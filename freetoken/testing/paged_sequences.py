@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,19 +51,19 @@ class PagedRunner:
             sequence.num_computed = end
             starts.append(len(token_ids))
         width = max(len(sequence.blocks) for sequence, _ in chunks)
-        tables = torch.full((len(chunks), width), -1, dtype=torch.int32)
+        tables = np.full((len(chunks), width), -1, dtype=np.int32)
         for row, (sequence, _) in enumerate(chunks):
-            tables[row, : len(sequence.blocks)] = torch.tensor(sequence.blocks, dtype=torch.int32)
+            tables[row, : len(sequence.blocks)] = sequence.blocks
         batch = DecoderBatch(
-            token_ids=torch.tensor(token_ids, dtype=torch.int64),
-            positions=torch.tensor(positions, dtype=torch.int32),
-            slot_mapping=torch.tensor(slots, dtype=torch.int64),
-            row_starts=torch.tensor(starts, dtype=torch.int32),
+            token_ids=np.array(token_ids, dtype=np.int64),
+            positions=np.array(positions, dtype=np.int32),
+            slot_mapping=np.array(slots, dtype=np.int64),
+            row_starts=np.array(starts, dtype=np.int32),
             block_tables=tables,
-            admit=torch.ones(len(token_ids), dtype=torch.uint8),
-            logit_tokens=torch.arange(len(token_ids), dtype=torch.int64),
+            admit=np.ones(len(token_ids), dtype=np.uint8),
+            logit_tokens=np.arange(len(token_ids), dtype=np.int64),
         )
-        logits = self._decoder.forward(batch, self._ops)
+        logits = torch.as_tensor(self._decoder.forward(batch, self._ops))
         return list(logits.split([count for _, count in chunks]))
 
     def release(self, sequence: PagedSequence) -> None:

@@ -23,7 +23,7 @@ from freetoken.execution.experts import ExpertRunner, NoExperts, StoreExperts
 from freetoken.execution.kv_geometry import KVGeometry
 from freetoken.execution.reference_ops import ReferenceOps
 from freetoken.messages import ExpertCounters
-from freetoken.models.decoder import Decoder, DecoderOps
+from freetoken.models.decoder import Decoder, DecoderBatch, DecoderOps
 from freetoken.testing.expert_group import ExpertGroup
 from freetoken.testing.paged_sequences import PagedRunner, PagedSequence
 from freetoken.testing.tiny_checkpoints import TinyCheckpoint, load_tiny_checkpoint, pack_expert_store
@@ -55,7 +55,7 @@ def geometry(tiny: TinyCheckpoint, kv_dtype: str) -> KVGeometry:
 
 
 def paged(tiny: TinyCheckpoint, ops: DecoderOps) -> PagedRunner:
-    return PagedRunner(Decoder(tiny.spec, tiny.dense, max_positions=512), ops, BLOCK_SIZE, NUM_BLOCKS)
+    return PagedRunner(Decoder(tiny.spec, tiny.dense, 512, ops.prepare), ops, BLOCK_SIZE, NUM_BLOCKS)
 
 
 def cpu_ops(
@@ -192,10 +192,10 @@ class CountedOps(CpuOps):
         super().__init__(pool, arena, experts, deterministic)
         self.steps: list[ExpertCounters] = []
 
-    def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+    def upload(self, batch: DecoderBatch) -> DecoderBatch:
         self.collect()
         self.expert_runner.begin_step(len(self.steps) + 1)
-        return super().embed(token_ids, weight)
+        return super().upload(batch)
 
     def collect(self) -> None:
         """Note the figures of the step that ended."""

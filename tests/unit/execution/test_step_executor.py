@@ -59,7 +59,9 @@ class Setup:
         self.tiny = load_tiny_checkpoint(name)
         self.ops = RecordingOps(self.tiny)
         limits = StepLimits(BLOCK, NUM_BLOCKS, 128, 64, seed_tail)
-        self.executor = StepExecutor(Decoder(self.tiny.spec, self.tiny.dense, 128), self.ops, NoExperts(), limits)
+        self.executor = StepExecutor(
+            Decoder(self.tiny.spec, self.tiny.dense, 128, self.ops.prepare), self.ops, NoExperts(), limits
+        )
         self.step = 0
 
     def run(self, *rows: StepRow, retired: tuple[str, ...] = ()) -> StepResult:
