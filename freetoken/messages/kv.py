@@ -33,7 +33,8 @@ class BlockCommit:
 
 @dataclass(frozen=True, slots=True)
 class ReserveBlocks:
-    """Applied in the order commits, discards, releases, needs; needs are served in the order given (most important first).
+    """Applied in the order commits, discards, releases, needs; needs are served in the order given, most important
+    first.
 
     ``discards`` take everything a request holds, and whatever was cached below it, out of the prefix tree: it is never
     matched again, not even after the release. They do not release. ``releases`` drops the request's hold on its blocks:
@@ -51,7 +52,7 @@ class ReserveBlocks:
 @dataclass(frozen=True, slots=True)
 class BlockGrant:
     """Blocks appended to the request's block table by this message, in order. For a first need this starts with the
-    shared blocks of the matched prefix, and ``num_cached_tokens`` (a multiple of the block size) says how long it is."""
+    shared blocks of the matched prefix; ``num_cached_tokens`` (a multiple of the block size) says how long that is."""
 
     request_id: str
     new_block_ids: tuple[int, ...]
@@ -60,8 +61,8 @@ class BlockGrant:
 
 @dataclass(frozen=True, slots=True)
 class KVStats:
-    """``free`` blocks hold nothing; ``cached`` ones hold a reusable prefix nobody uses now (evictable); the rest is held
-    by requests. free + cached + held == total."""
+    """``free`` blocks hold nothing; ``cached`` ones hold a reusable prefix nobody uses now (evictable); the rest is
+    held by requests. free + cached + held == total."""
 
     total_blocks: int
     free_blocks: int

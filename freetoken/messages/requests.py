@@ -95,7 +95,8 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """New tokens of one request. The last one of a request has ``finish_reason`` set.
+    """New tokens of one request. The last one of a request has ``finish_reason`` set; with ``STOP``, its last token is
+    the one that ended the request.
 
     ``num_cached_tokens`` is valid from the first delta on. An empty ``token_ids`` with a finish reason is normal
     (abort, failure).

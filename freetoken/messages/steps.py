@@ -43,8 +43,8 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Scheduler -> GpuExecutor. ``retired`` requests lose their device-side state before the rows run. An empty ``rows`` is
-    allowed (only retires). Plans run in order; two may be outstanding."""
+    """Scheduler -> GpuExecutor. ``retired`` requests lose their device-side state before the rows run. An empty ``rows``
+    is allowed (only retires) and answered. Plans run in order; two may be outstanding."""
 
     step_id: int
     epoch: int
@@ -54,8 +54,9 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepNotice:
-    """Scheduler -> ExpertCache, CpuExecutor, WeightStreamer: a step of this size was just planned. ``last`` is true when
-    nothing else is queued behind it (the servers may park after it)."""
+    """Scheduler -> ExpertCache, CpuExecutor, WeightStreamer: a step of this size was just planned. ``last`` is true
+    when nothing else will follow it whatever it samples (the servers may park after it). A step of 0 tokens only
+    retires requests: the engine is idle."""
 
     step_id: int
     epoch: int
@@ -120,7 +121,8 @@ class StepFailed:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """ExpertCache, CpuExecutor, GpuExecutor -> Controller, at most every 250 ms while steps run: cumulative figures."""
+    """ExpertCache, CpuExecutor, GpuExecutor -> Controller, at most every 250 ms while steps run: cumulative figures.
+    Scheduler -> Controller when a step was given up (``stalled_steps_total``)."""
 
     sender: str
     epoch: int

@@ -68,6 +68,7 @@ class Scheduler:
         self._wanted = False  # something happened since the last attempt to plan
         self._asked: dict[str, Request] = {}
         self._more_needs: list[BlockNeed] = []
+        self._reply_due_s: float | None = None
         self._prefill_tokens = 0
         self._outstanding = OutstandingSteps(limits.step_timeout_s)
         self._next_step_id = 1
@@ -117,6 +118,7 @@ class Scheduler:
         self._wanted = False
         self._asked = {}
         self._more_needs = []
+        self._reply_due_s = None
         self._outstanding.clear()
         self.clock.reset()
         return TokenBatch(self.last_step_id, self.epoch, tuple(deltas)) if deltas else None
@@ -128,12 +130,12 @@ class Scheduler:
         while self._phase is not _Phase.RESERVING:
             if self._phase is _Phase.RESERVED:
                 if self._more_needs:
-                    return self._reservation(self._more_needs)
+                    return self._reservation(self._more_needs, now)
             elif self._wanted and not self._outstanding.is_full:
                 self._wanted = False
                 needs = self._plan_needs()
                 if needs or self.ledger.is_due:
-                    return self._reservation(needs)
+                    return self._reservation(needs, now)
             else:
                 return None
             planned = self._build(now)
@@ -209,9 +211,10 @@ class Scheduler:
                 request.wanted_tokens = request.num_scheduled_tokens + chunk
         return first_needs
 
-    def _reservation(self, needs: list[BlockNeed]) -> ReserveBlocks:
+    def _reservation(self, needs: list[BlockNeed], now: float) -> ReserveBlocks:
         entries = self.ledger.take()
         self._phase = _Phase.RESERVING
+        self._reply_due_s = now + self.limits.step_timeout_s
         self._more_needs = []
         return ReserveBlocks(
             self._next_step_id, self.epoch, entries.commits, entries.releases, tuple(needs), entries.discards
@@ -222,6 +225,7 @@ class Scheduler:
         if self._phase is not _Phase.RESERVING or reply.step_id != self._next_step_id:
             return
         self._phase = _Phase.RESERVED
+        self._reply_due_s = None
         self.ledger.stats = reply.stats
         for grant in reply.grants:
             request = self._asked.get(grant.request_id)
@@ -375,21 +379,32 @@ class Scheduler:
         self._fail_step(step, f"step {message.step_id} failed: {message.message}", now)
 
     def check_stalled(self, now: float) -> bool:
-        """Fail the requests of the oldest step once it is unanswered for ``step_timeout_s``; whether that happened.
+        """Fail the requests of the oldest step once it is unanswered for ``step_timeout_s``, and all requests once a
+        reservation is; whether either happened.
 
-        The step goes on counting as outstanding: it occupies the device, and its blocks must not be reused.
+        A stalled step goes on counting as outstanding: it occupies the device, and its blocks must not be reused. Late
+        answers are welcome.
         """
+        limit = f"{self.limits.step_timeout_s:g} s (scheduler.step_timeout_s)"
+        if self._reply_due_s is not None and now >= self._reply_due_s:
+            self._reply_due_s = None
+            self.stalled_steps_total += 1
+            logger.error("event=reservation_stalled step=%d", self._next_step_id)
+            failure = RequestFailure("internal", f"the KV allocator did not answer within {limit}", retryable=True)
+            for request in list(self.book.live.values()):
+                self.book.fail(request, failure, now)
+            return True
         step = self._outstanding.give_up(now)
         if step is None:
             return False
         self.stalled_steps_total += 1
-        limit = f"{self.limits.step_timeout_s:g} s (scheduler.step_timeout_s)"
         self._fail_rows(step, f"step {step.step_id} was not answered within {limit}", now)
         return True
 
     def deadline_s(self) -> float | None:
-        """When ``check_stalled`` is due, if a step is outstanding."""
-        return self._outstanding.deadline_s()
+        """When ``check_stalled`` is due, if an answer is."""
+        due = [moment for moment in (self._outstanding.deadline_s(), self._reply_due_s) if moment is not None]
+        return min(due, default=None)
 
     def _take_step(self, step_id: int, now: float) -> OutstandingStep | None:
         taken = self._outstanding.take(step_id, now)

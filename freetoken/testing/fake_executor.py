@@ -13,8 +13,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import ClassVar
 
+from freetoken.config import EngineConfig
+from freetoken.config.schema import KVConfig, SchedulerConfig
 from freetoken.errors import PeerLostError
-from freetoken.launch_spec import LaunchSpec
+from freetoken.launch_spec import LaunchSpec, ResolvedPlan
 from freetoken.messages import (
     ActorName,
     ArenaReady,
@@ -31,6 +33,7 @@ from freetoken.messages import (
     TokenDelta,
     Wiring,
 )
+from freetoken.models.spec import ModelSpec, RopeSpec
 from freetoken.service import Service
 from freetoken.transport import Endpoint
 
@@ -304,6 +307,34 @@ class FakeGpuExecutorService(Service):
         if self.plans and not self.held:
             self.run_one()
         self._schedule()
+
+
+def fake_launch_spec(
+    *,
+    num_kv_blocks: int = 64,
+    block_size: int = 4,
+    max_context_tokens: int = 200,
+    vocab_size: int = 50,
+    eos_token_ids: tuple[int, ...] = (),
+    prefix_cache: bool = True,
+    **scheduler: float,
+) -> LaunchSpec:
+    """A launch of no model in particular; ``scheduler`` are settings of that section."""
+    config = EngineConfig(
+        model="fake", scheduler=SchedulerConfig.model_validate(scheduler), kv=KVConfig(prefix_cache=prefix_cache)
+    )
+    model = ModelSpec(
+        family="fake", architecture="Fake", vocab_size=vocab_size, hidden_size=8, num_layers=1, num_heads=1,
+        num_kv_heads=1, head_dim=8, intermediate_size=8, max_position_embeddings=max_context_tokens,
+        rms_norm_eps=1e-6, rope=RopeSpec(10000.0), dtype="f32", eos_token_ids=eos_token_ids,
+    )  # fmt: skip
+    plan = ResolvedPlan(
+        kv_block_size=block_size, num_kv_blocks=num_kv_blocks, kv_dtype="f32", max_context_tokens=max_context_tokens,
+        num_slots=0, slot_stride_bytes=0, dense_bytes=0, workspace_bytes=0, store_bytes=0, cpu_threads=1,
+        device_threads=1, cpu_core_ids=(), device_core_ids=(), spin_us=0,
+        max_batch_tokens=config.scheduler.max_num_batched_tokens,
+    )  # fmt: skip
+    return LaunchSpec(config, model, plan, checkpoint="", fingerprint="", served_model_name="fake")
 
 
 class RecordingFront(Service):

@@ -467,6 +467,22 @@ def test_stalled_step_fails_its_requests_but_keeps_their_blocks_until_it_is_answ
     assert rig.scheduler.deadline_s() is None
 
 
+def test_silent_allocator_is_noticed_and_may_still_answer():
+    rig = make()
+    rig.submit("a", prompt(5), greedy(20))
+    assert rig.scheduler.deadline_s() == 10.0
+    rig.now = 10.0
+    assert rig.scheduler.check_stalled(rig.now) and not rig.scheduler.check_stalled(rig.now)
+    rig.pump()
+    failure = rig.endings["a"].failure
+    assert failure.retryable and "KV allocator" in failure.message
+    assert rig.scheduler.metrics()["stalled_steps_total"] == 1
+    rig.submit("b", prompt(5, salt=1), greedy(4))
+    rig.drain()
+    check_answer(rig, "b", prompt(5, salt=1), greedy(4))
+    rig.check_baseline()
+
+
 # ---------------------------------------------------------------------------------------------- blocks run out
 
 

@@ -18,7 +18,7 @@ limits = st.builds(
     max_num_waiting=st.integers(2, 6),
     max_num_batched_tokens=st.integers(4, 24),
     prefill_chunk_tokens=st.integers(1, 12),
-    step_timeout_s=st.just(1e9),
+    step_timeout_s=st.just(1000.0),
     max_context_tokens=st.integers(12, 40),
     block_size=st.integers(1, 5),
     num_kv_blocks=st.integers(6, 24),
@@ -56,7 +56,7 @@ arrivals = st.builds(
 events = st.one_of(
     arrivals,
     st.sampled_from(["reply", "step", "step", "step", "cycle", "cycle", "cycle"]),
-    st.sampled_from(["fail"]) | st.tuples(st.sampled_from(["abort", "numeric"]), st.integers(0, 20)),
+    st.sampled_from(["fail", "stall"]) | st.tuples(st.sampled_from(["abort", "numeric"]), st.integers(0, 20)),
 )
 
 
@@ -84,6 +84,12 @@ def test_tokens_do_not_depend_on_the_order_of_events(limits, script, weight):
                 if rig.plans:
                     faulty |= {row.request_id for row in rig.plans[0].rows}
                     rig.fail_step()
+            case "stall":
+                rig.now += 2000.0
+                before = set(rig.endings)
+                rig.scheduler.check_stalled(rig.now)
+                rig.pump()
+                faulty |= rig.endings.keys() - before
             case ("abort", index):
                 rig.abort(f"r{index}")
             case ("numeric", index):
