@@ -75,7 +75,9 @@ class Supervisor:
         self._stop_lock = asyncio.Lock()
         self._main: asyncio.Task[None] | None = None
         self._put_down_reasons: dict[int, str] = {}
-        self._watcher = Watcher(self._own, list(self._others.values()), policy, self._put_down, self._on_death)
+        self._watcher = Watcher(
+            self._own, list(self._others.values()), policy, self._put_down, self._on_death, self._is_starting
+        )
         host.on_death(self._on_death)
 
     @property
@@ -98,6 +100,9 @@ class Supervisor:
         """Of all actors, the Controller included."""
         return self._own.restarts + sum(member.restarts for member in self._others.values())
 
+    def _is_starting(self) -> bool:
+        return self._phase in (Phase.STARTING, Phase.RECOVERING)
+
     def last_status(self, name: ActorName) -> ActorStatus | None:
         """What that actor last said of itself, even if it has died since."""
         return self._others[name].last_status
@@ -114,8 +119,11 @@ class Supervisor:
             return HealthView(state, self._detail)
         loading = [m for m in self._others.values() if not m.loaded]
         done, total, what = max((m.progress for m in loading), key=lambda progress: progress[1], default=(0, 0, ""))
-        waiting = ", ".join(str(m.name) for m in loading)
-        detail = self._detail or (f"loading: {waiting}" if loading else "wiring the actors")
+        doing = ", ".join(
+            f"{m.name} {m.progress[2]}".rstrip() for m in loading or self._others.values() if m.progress[2]
+        )
+        names = ", ".join(str(m.name) for m in loading)
+        detail = self._detail or (f"loading: {doing or names}" if loading else f"wiring: {doing or 'all actors'}")
         return HealthView(state, detail, done, total, what)
 
     async def actors(self) -> list[ActorStatus]:
@@ -313,8 +321,11 @@ class Supervisor:
             reason = f"{what}: {error}"
             if error.peer == member.name:
                 self._on_death(handle, error.detail or "its process ended")
-            else:  # the peer's own death is noticed elsewhere, and ends this attempt
+            else:  # the peer's death is noticed elsewhere, and ends this attempt; else it lives and does not answer
                 await asyncio.sleep(_LOST_PEER_GRACE_S)
+                suspect = next((m for m in self._others.values() if m.name == error.peer), member)
+                if suspect.handle is not None:
+                    member, handle = suspect, suspect.handle
         except Exception as error:
             reason = f"{what} failed: {error}"
             if self._note_failure(error):

@@ -28,12 +28,14 @@ class Watcher:
         policy: SupervisionPolicy,
         put_down: Callable[[Member, ActorHandle, str], Awaitable[None]],
         lost: Callable[[ActorHandle, str], None],
+        is_starting: Callable[[], bool],
     ) -> None:
         self._own = own
         self._others = others
         self._policy = policy
         self._put_down = put_down
         self._lost = lost
+        self._is_starting = is_starting
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -93,7 +95,8 @@ class Watcher:
     async def _follow_progress(self) -> None:
         while True:
             await asyncio.sleep(_PROGRESS_INTERVAL_S)
-            await asyncio.gather(*(self._ask_progress(member) for member in self._others if not member.loaded))
+            if self._is_starting():
+                await asyncio.gather(*(self._ask_progress(member) for member in self._others))
 
     async def _ask_progress(self, member: Member) -> None:
         handle = member.handle
