@@ -159,7 +159,7 @@ def bench_mixed(num_running: int, num_steps: int) -> dict[str, Any]:
 
 
 def bench_prefix(num_tokens: int) -> dict[str, float]:
-    """One long prompt: first need with nothing cached, commit, release, then the next turn's first need (all cached)."""
+    """A long prompt: first need with nothing cached, commit, release, then the next turn's first need (all cached)."""
     allocator = KVAllocator(2 * num_tokens // BLOCK_SIZE + 64, BLOCK_SIZE)
     prompt = tuple(index * 31 % 32_000 for index in range(num_tokens))
     figures: dict[str, list[float]] = {"cold_ms": [], "commit_ms": [], "release_ms": [], "warm_ms": [], "evict_ms": []}

@@ -43,8 +43,8 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Scheduler -> GpuExecutor. ``retired`` requests lose their device-side state before the rows run. An empty ``rows``
-    is allowed (only retires) and answered. Plans run in order; two may be outstanding."""
+    """Scheduler -> GpuExecutor. ``retired`` requests lose their device-side state before the rows run. Empty ``rows``
+    are allowed (only retires) and answered. Plans run in order; two may be outstanding."""
 
     step_id: int
     epoch: int

@@ -393,6 +393,7 @@ class Scheduler:
             failure = RequestFailure("internal", f"the KV allocator did not answer within {limit}", retryable=True)
             for request in list(self.book.live.values()):
                 self.book.fail(request, failure, now)
+            self._wanted = True
             return True
         step = self._outstanding.give_up(now)
         if step is None:
