@@ -36,9 +36,14 @@ class MailboxShared:
 @dataclass(frozen=True, slots=True)
 class ArenaReady:
     """GpuExecutor -> ExpertCache, KVAllocator at every wiring. ``arena_id`` changes when the arena's contents were lost, and
-    then the receiver empties its tables."""
+    then the receiver empties its tables.
+
+    ``fetchable``: per store segment, the number of leading bytes that the device can read (a GPU: what CUDA could
+    register); None means all of every segment.
+    """
 
     epoch: int
     arena_id: str
     num_slots: int
     num_kv_blocks: int
+    fetchable: tuple[int, ...] | None = None
