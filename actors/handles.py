@@ -19,6 +19,8 @@ from freetoken.messages import ActorName, ActorStatus, HealthView, Wiring
 def describe_death(error: BaseException) -> str:
     """Ray's account of an actor's end, in one line."""
     text = str(error)
+    if "connection error code 2" in text:  # all that Ray knows of a killed or crashed process: its socket closed
+        return "its process was killed or crashed"
     match = re.search(r"Worker exit detail: ([^.]*)", text) or re.search(r"The actor is dead because ([^.]*)", text)
     return " ".join((match.group(1) if match else text.splitlines()[0] if text else repr(error)).split())
 

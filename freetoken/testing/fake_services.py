@@ -272,7 +272,7 @@ class FakeApiFront(FakeService):
         while True:
             number += 1
             self.tell(ActorName.SCHEDULER, SubmitRequest(f"r{number}", (1, 2, 3), SamplingParams()))
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.03)
 
     async def pause(self, reason: str) -> None:
         await super().pause(reason)

@@ -214,7 +214,7 @@ class BaseEndpoint(Endpoint):
         if self._closed or self._addresses.get(peer) != address or key in self._lost:
             return
         self._lost.add(key)
-        log.info("event=peer_lost actor=%s peer=%s epoch=%d why=%r", self.name, peer, self._epoch, why)
+        log.debug("event=peer_lost actor=%s peer=%s epoch=%d why=%r", self.name, peer, self._epoch, why)
         for callback in self._lost_callbacks:
             try:
                 callback(peer)

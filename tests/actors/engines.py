@@ -12,6 +12,7 @@ from typing import Any
 
 from actors.cluster import Cluster
 from actors.launch import find_group
+from actors.process import identify
 from actors.runtime import RayRuntime, stop_engine
 from actors.settings import ProcessId
 from freetoken.engine.members import SupervisionPolicy
@@ -55,6 +56,7 @@ class Engine:
             if overview is not None and condition(overview):
                 return overview
             assert time.monotonic() < deadline, f"not within {LIMIT_S} s: {overview}"
+            time.sleep(0.02)
 
     def until_answering(self, epoch: int | None = None) -> Overview:
         """Wait until requests pass through all actors in the newest epoch (or the one given)."""
@@ -84,6 +86,14 @@ class Engine:
         deadline = time.monotonic() + LIMIT_S
         while find_group(self.namespace):
             assert time.monotonic() < deadline, find_group(self.namespace)
+            time.sleep(0.02)
+
+    def until_ended(self, pids: set[int]) -> None:
+        """Wait until no actor and none of these processes is left."""
+        self.until_gone()
+        deadline = time.monotonic() + LIMIT_S
+        while left := [pid for pid in pids if identify(pid)]:
+            assert time.monotonic() < deadline, left
             time.sleep(0.02)
 
     def stop(self) -> None:
