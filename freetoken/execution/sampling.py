@@ -14,6 +14,7 @@ Log-probabilities are those of the model: log-softmax of the *unmodified* logits
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from numpy.typing import NDArray
 
 from freetoken.execution.batch_state import RequestState
 from freetoken.messages import LogprobEntry, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 F32 = NDArray[np.float32]
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -63,24 +66,28 @@ def sample(logits: F32, states: Sequence[RequestState]) -> list[Sampled]:
         if not finite[index]:
             results.append(Sampled(None, failure=_describe_non_finite(logits[index])))
             continue
-        params = state.sampling
-        row, top = logits[index], best[index]
-        if any(not 0 <= token < len(row) for token, _ in params.logit_bias):
-            results.append(Sampled(None, failure=f"logit_bias names a token outside the vocabulary of {len(row)}"))
-            continue
-        if _changes_logits(state):
-            row = _adjusted(row, state)
-            top = int(row.argmax())
-        token_id = top
-        if params.temperature != 0.0:
-            # Tiny temperatures send hopeless tokens to minus infinity, which is where they belong.
-            with np.errstate(over="ignore", under="ignore"):
-                token_id = _draw(row, top, params, state.seed, len(state.tokens))
-        entry = (
-            _logprob(logits[index], best[index], token_id, params.top_logprobs) if params.top_logprobs >= 0 else None
-        )
-        results.append(Sampled(token_id, entry))
+        try:
+            results.append(_sample_row(logits[index], best[index], state))
+        except Exception as error:  # parameters that nobody should have let through hurt their own request only
+            logger.exception("event=sampling_failed request=%s", state.request_id)
+            results.append(Sampled(None, failure=f"sampling failed: {error!r}"))
     return results
+
+
+def _sample_row(logits: F32, best: int, state: RequestState) -> Sampled:
+    params = state.sampling
+    if any(not 0 <= token < len(logits) for token, _ in params.logit_bias):
+        return Sampled(None, failure=f"logit_bias names a token outside the vocabulary of {len(logits)}")
+    row, token_id = logits, best
+    if _changes_logits(state):
+        row = _adjusted(logits, state)
+        token_id = int(row.argmax())
+    if params.temperature != 0.0:
+        # Tiny temperatures send hopeless tokens to minus infinity, which is where they belong.
+        with np.errstate(over="ignore", under="ignore"):
+            token_id = _draw(row, token_id, params, state.seed, len(state.tokens))
+    entry = _logprob(logits, best, token_id, params.top_logprobs) if params.top_logprobs >= 0 else None
+    return Sampled(token_id, entry)
 
 
 def gumbel_noise(seed: int, position: int, token_ids: NDArray[np.int64]) -> NDArray[np.float64]:

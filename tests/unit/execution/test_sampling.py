@@ -220,6 +220,13 @@ def test_an_impossible_bias_fails_its_request_alone() -> None:
     assert good.token_id == int(rows[1].argmax())
 
 
+def test_nonsense_parameters_fail_their_request_alone() -> None:
+    rows = np.stack([logits_of(0), logits_of(1)])
+    bad, good = sample(rows, [request(min_p=-1.0, logit_bias=(("x", 1.0),)), request(temperature=0.0)])
+    assert bad.token_id is None and bad.failure is not None and "sampling failed" in bad.failure
+    assert good.token_id == int(rows[1].argmax())
+
+
 def test_logprobs_are_of_the_unmodified_logits() -> None:
     row = logits_of(11)
     expected = torch.log_softmax(torch.from_numpy(row), dim=0)
