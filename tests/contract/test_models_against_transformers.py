@@ -168,6 +168,16 @@ def test_bfloat16_throughout(name: str, pool: _native.WorkerPool) -> None:
         assert_greedy_equal(ours[usual], expected[usual], BF16_TOLERANCE)
 
 
+@pytest.mark.parametrize("name", ["llama_bias_yarn", "mistral", "qwen3_moe"])
+def test_chunks_large_enough_for_the_large_batch_products(name: str, pool: _native.WorkerPool) -> None:
+    tiny = load_tiny_checkpoint(name)
+    tokens = prompt(260, 3)
+    expected = tiny.oracle_logits(tokens)
+    run = paged(tiny, cpu_ops(tiny, pool))
+    for chunk in (260, 130, 101):
+        assert worst(in_chunks(run, tokens, chunk), expected) < TOLERANCE
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_moe"])
 def test_greedy_continuation(name: str, pool: _native.WorkerPool) -> None:
     tiny = load_tiny_checkpoint(name)
