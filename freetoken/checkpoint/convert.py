@@ -15,7 +15,7 @@ from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.checkpoint.ftw_writer import FtwWriter, plan_index
 from freetoken.checkpoint.gguf_source import GgufSource, is_gguf
 from freetoken.checkpoint.hf_source import HfSource
-from freetoken.checkpoint.source import TensorSource
+from freetoken.checkpoint.source import TensorSource, parse_source_config
 from freetoken.checkpoint.split_experts import SplitExpertsSource
 from freetoken.errors import CheckpointError
 from freetoken.models.registry import (
@@ -23,7 +23,6 @@ from freetoken.models.registry import (
     ExpertRole,
     classify_tensor,
     dense_tensor_names,
-    parse_model_config,
 )
 from freetoken.models.spec import ModelSpec
 from freetoken.quant import bf16
@@ -102,7 +101,7 @@ def convert_source(
 
     Raises ``CheckpointError`` or ``UnsupportedModelError``; an interrupted run can be resumed by calling again.
     """
-    spec = parse_model_config(source.config)
+    spec = parse_source_config(source.config)
     names = _map_tensors(source, spec)
     dense_dtypes = {
         name: _target_dtype(options, [source.tensors[origin].dtype]) for name, origin in names.dense.items()

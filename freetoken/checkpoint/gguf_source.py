@@ -101,7 +101,10 @@ class GgufSource(TensorSource):
             if (file := raw.pop(_ROPE_FACTORS, None)) is not None:
                 factors = _decode(file.rows(_ROPE_FACTORS), GGUF_TYPES[file.tensors[_ROPE_FACTORS].type_id])[0]
             shapes = {name: file.tensors[name].shape for name, file in raw.items()}
-            self.config = build_config(parameters, self._metadata, shapes, factors, where)
+            try:
+                self.config = build_config(parameters, self._metadata, shapes, factors, where)
+            except (TypeError, ValueError, ZeroDivisionError) as error:
+                raise CheckpointError(f"{where}: malformed metadata: {error!r}") from error
             self.tensors: dict[str, SourceTensor] = {}
             self._origins: dict[str, _Origin] = {}
             for name, file in raw.items():

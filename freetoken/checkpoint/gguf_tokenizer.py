@@ -100,8 +100,12 @@ class _Vocabulary:
         self.where = where
         self._metadata = metadata
         tokens = metadata.get("tokenizer.ggml.tokens")
-        if not isinstance(tokens, list) or not tokens:
-            raise CheckpointError(f"{where}: tokenizer.ggml.tokens is missing or empty")
+        if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
+            raise CheckpointError(f"{where}: tokenizer.ggml.tokens is missing, empty or no list of strings")
+        try:
+            "".join(tokens).encode()
+        except UnicodeEncodeError as error:
+            raise CheckpointError(f"{where}: tokenizer.ggml.tokens holds invalid UTF-8") from error
         self.tokens: list[str] = tokens
         self.ids = {token: i for i, token in enumerate(tokens)}
         if len(self.ids) != len(tokens):
@@ -141,7 +145,7 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> tuple[T
     cut = _CUTS[name]
     merges = []
     for merge in metadata.get("tokenizer.ggml.merges", []):
-        left, _, right = merge.partition(" ")
+        left, _, right = str(merge).partition(" ")
         if left not in vocabulary.ids or right not in vocabulary.ids or left + right not in vocabulary.ids:
             raise CheckpointError(f"{vocabulary.where}: tokenizer.ggml.merges has {merge!r}, which no token stands for")
         merges.append((left, right))

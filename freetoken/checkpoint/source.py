@@ -11,6 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from freetoken.errors import CheckpointError
+from freetoken.models.registry import parse_model_config
+from freetoken.models.spec import ModelSpec
+
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
@@ -18,6 +22,14 @@ class SourceTensor:
 
     shape: tuple[int, ...]
     dtype: str
+
+
+def parse_source_config(config: dict[str, Any]) -> ModelSpec:
+    """Like ``parse_model_config``, with ``CheckpointError`` for values that are missing or of a wrong kind."""
+    try:
+        return parse_model_config(config)
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise CheckpointError(f"the model's configuration is malformed: {error!r}") from error
 
 
 class TensorSource(abc.ABC):

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from freetoken.checkpoint.source import SourceTensor, TensorSource
+from freetoken.checkpoint.source import SourceTensor, TensorSource, parse_source_config
 from freetoken.errors import CheckpointError, UnsupportedModelError
-from freetoken.models.registry import parse_model_config
 from freetoken.quant import bf16
 
 _MLP = re.compile(r"model\.layers\.(\d+)\.mlp\.(gate|up|down)_proj\.weight")
@@ -28,7 +27,7 @@ class SplitExpertsSource(TensorSource):
     """``inner`` with its MLPs as ``num_experts`` experts a layer. Owns and closes ``inner``."""
 
     def __init__(self, inner: TensorSource, num_experts: int) -> None:
-        spec = parse_model_config(inner.config)
+        spec = parse_source_config(inner.config)
         if spec.family != "llama" or spec.attention_bias or spec.mlp_bias:
             raise UnsupportedModelError(
                 f"{spec.architecture} cannot be split into experts: a dense Llama or Mistral without biases is needed"

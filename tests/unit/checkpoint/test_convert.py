@@ -192,6 +192,17 @@ def test_unsupported_models(tmp_path, config, match):
         convert(source, tmp_path / "ftw")
 
 
+@pytest.mark.parametrize(
+    "change", [{"hidden_size": "many"}, {"num_attention_heads": 0, "head_dim": None}, {"rope_theta": [1]}]
+)
+def test_malformed_configurations(tmp_path, change):
+    arrays = tiny_arrays(CONFIGS["llama"])
+    source = write_hf_checkpoint(tmp_path / "hf", {**CONFIGS["llama"], **change}, arrays)
+    for options in (ConvertOptions(), ConvertOptions(split_dense_into_experts=2)):
+        with pytest.raises(CheckpointError, match="configuration is malformed"):
+            convert(source, tmp_path / "ftw", options)
+
+
 def test_unsupported_tensor_dtype(tmp_path):
     source = write_hf_checkpoint(tmp_path / "hf", CONFIGS["llama"], {})
     write_safetensors(source / "model.safetensors", {"model.norm.weight": ("F8_E4M3", np.zeros(32, np.uint8))})

@@ -170,6 +170,18 @@ def test_unknown_tensors_and_architectures_are_refused(tmp_path):
         GgufSource(tmp_path / "g.gguf")
 
 
+def test_malformed_metadata(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "g.gguf", "llama")
+    writer.add_string("llama.embedding_length", "wide")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"g\.gguf: malformed metadata.*wide"):
+        GgufSource(tmp_path / "g.gguf")
+
+
 def test_missing_metadata_and_tensors_are_named(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "g.gguf", "llama")
     writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))

@@ -145,9 +145,12 @@ def test_a_gguf_without_vocabulary(tmp_path):
         ("model", "bert", UnsupportedModelError, r"m\.gguf: tokenizer kind 'bert'"),
         ("pre", "superbpe", UnsupportedModelError, "pre-tokenizer 'superbpe'"),
         ("tokens", None, CheckpointError, "tokens is missing"),
+        ("tokens", [1, 2], CheckpointError, "no list of strings"),
+        ("tokens", ["a", "\udcff"], CheckpointError, "invalid UTF-8"),
         ("tokens", ["a", "a"], CheckpointError, "'a' more than once"),
         ("token_type", [1, 2], CheckpointError, "token_type has 2 entries for"),
         ("merges", ["a qqq"], CheckpointError, "merges has 'a qqq'"),
+        ("merges", [5], CheckpointError, "merges has 5"),
         ("bos_token_id", 9999, CheckpointError, "bos_token_id 9999 is not below"),
     ],
 )
