@@ -72,11 +72,11 @@ void bind_rotary(WorkerPool& pool, const py::object& x, const py::object& positi
   const auto cos_view = view_array<const float>(cos, "cos", 2);
   const auto sin_view = view_array<const float>(sin, "sin", 2);
   check_extent("positions", 0, position_view.shape[0], x_view.shape[0]);
-  check_extent("sin", 0, sin_view.shape[0], cos_view.shape[0]);
-  check_extent("sin", 1, sin_view.shape[1], cos_view.shape[1]);
   const std::int64_t rotated = 2 * cos_view.shape[1];
   require(rotated <= x_view.shape[2], "cos rotates " + std::to_string(rotated) + " elements, but x has heads of " +
                                           std::to_string(x_view.shape[2]));
+  check_extent("sin", 0, sin_view.shape[0], cos_view.shape[0]);
+  check_extent("sin", 1, sin_view.shape[1], cos_view.shape[1]);
   for (std::int64_t t = 0; t < position_view.size; ++t) {
     const std::int32_t position = position_view.data[t];
     require(position >= 0 && position < cos_view.shape[0],
@@ -179,17 +179,19 @@ void bind_paged_attention(WorkerPool& pool, const py::object& queries, const py:
   check_extent("out", 1, out_view.shape[1], heads * query_view.shape[2]);
   check_extent("row_starts", 0, start_view.shape[0], table_view.shape[0] + 1);
   require(sliding_window >= 0, "sliding_window must not be negative, got " + std::to_string(sliding_window));
+  require(num_kv_heads >= 1, "num_kv_heads must be at least 1, got " + std::to_string(num_kv_heads));
+  require(heads % num_kv_heads == 0, "num_kv_heads " + std::to_string(num_kv_heads) + " does not divide the " +
+                                         std::to_string(heads) + " heads of queries");
   KvLayer layer;
   const std::int64_t blocks = describe_kv(kv, layer_offset_bytes, block_stride_bytes, block_size, num_kv_heads,
                                           query_view.shape[2], kv_dtype, layer);
-  require(heads % num_kv_heads == 0, "num_kv_heads " + std::to_string(num_kv_heads) + " does not divide the " +
-                                         std::to_string(heads) + " heads of queries");
   const std::int64_t num_rows = table_view.shape[0];
   const std::int64_t max_blocks = table_view.shape[1];
   require(start_view.data[0] == 0 && start_view.data[num_rows] == tokens,
           "row_starts must begin with 0 and end with " + std::to_string(tokens));
   for (std::int64_t row = 0; row < num_rows; ++row) {
-    require(start_view.data[row] <= start_view.data[row + 1], "row_starts must not descend");
+    require(start_view.data[row] <= start_view.data[row + 1] && start_view.data[row + 1] <= tokens,
+            "row_starts must not descend");
     std::int64_t first = INT64_MAX;
     std::int64_t end = 0;
     for (std::int64_t t = start_view.data[row]; t < start_view.data[row + 1]; ++t) {

@@ -47,7 +47,8 @@ void linear(WorkerPool& pool, const float* x, std::int64_t rows, std::int64_t in
   if (rows == 0 || outputs == 0) return;
   const RowKernels& kernels = detail::row_kernels(pool.isa());
   const std::int64_t stride = detail::packed_length(inputs);
-  const std::int64_t fitting = kBlockBytes / (stride * static_cast<std::int64_t>(sizeof(float))) / 4 * 4;
+  const std::int64_t fitting =
+      kBlockBytes / (std::max<std::int64_t>(stride, 1) * static_cast<std::int64_t>(sizeof(float))) / 4 * 4;
   const std::int64_t block_rows = std::min(rows, std::clamp<std::int64_t>(fitting, 8, kMaxBlockRows));
   const std::int64_t num_blocks = (rows + block_rows - 1) / block_rows;
   // Small enough that every worker gets several groups, large enough that a group is worth handing out.

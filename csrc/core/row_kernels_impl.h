@@ -336,7 +336,8 @@ inline float exp_scalar(float x) {
 
 inline Vec silu_times(Vec gate, Vec up) {
   const Vec denominator = vec_add(vec_set1(1.0f), vec_exp(vec_sub(vec_zero(), gate)));
-  return vec_mul(vec_div(gate, denominator), up);
+  // Where exp(-gate) would overflow the quotient is zero in float32.
+  return vec_mul(vec_zero_where_less(vec_div(gate, denominator), gate, -88.0f), up);
 }
 
 void silu_and_mul(const float* gate, const float* up, std::int64_t n, float* out) {

@@ -10,6 +10,8 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "memory_info.h"
+
 #ifndef MFD_NOEXEC_SEAL
 #define MFD_NOEXEC_SEAL 0x0008U
 #endif
@@ -84,7 +86,16 @@ SharedSegment::~SharedSegment() {
 }
 
 void SharedSegment::populate() {
-  // fallocate reserves the pages or fails; without it a full tmpfs shows as SIGBUS at the first touch.
+  // A memfd is not counted against the commit limit, so fallocate would go on until the kernel kills somebody.
+  struct stat status = {};
+  if (fstat(fd_, &status) != 0) throw_errno(errno, "segment " + name_);
+  const std::uint64_t present = static_cast<std::uint64_t>(status.st_blocks) * 512;
+  const std::uint64_t missing = size_bytes_ - std::min<std::uint64_t>(size_bytes_, present);
+  const std::uint64_t available = available_memory_bytes();
+  if (missing > available) {
+    throw_errno(ENOMEM, "segment " + name_ + " needs " + std::to_string(missing) + " more bytes, but " +
+                            std::to_string(available) + " are available");
+  }
   const int error = posix_fallocate(fd_, 0, static_cast<off_t>(size_bytes_));
   if (error != 0) throw_errno(error, "segment " + name_ + " of " + std::to_string(size_bytes_) + " bytes");
   if (madvise(data_, size_bytes_, MADV_POPULATE_WRITE) == 0) return;
