@@ -45,13 +45,14 @@ class Worker {
   Worker(const RowKernels& kernels, const PagedAttention& call, const KvLayer& kv, std::int64_t stride, float* scratch)
       : kernels_(kernels), call_(call), kv_(kv), group_(call.num_heads / kv.num_kv_heads), stride_(stride) {
     packed_keys_ = scratch;
-    scores_ = packed_keys_ + kv.head_dim * kKeyPartition;
+    scores_ = packed_keys_ + kv.head_dim * detail::kMaxKeyTile;
     part_ = scores_ + kBlockRows * kKeyPartition;
     out_ = part_ + kBlockRows * stride_;
   }
 
   static std::size_t scratch_floats(const KvLayer& kv, std::int64_t stride) {
-    return static_cast<std::size_t>((kv.head_dim + kBlockRows) * kKeyPartition + 2 * kBlockRows * stride);
+    return static_cast<std::size_t>(kv.head_dim * detail::kMaxKeyTile + kBlockRows * kKeyPartition +
+                                    2 * kBlockRows * stride);
   }
 
   void run_block(const Block& block) {

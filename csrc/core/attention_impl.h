@@ -8,26 +8,38 @@ namespace {
 using ft::detail::AttentionPartition;
 using ft::detail::kKeyPartition;
 
-constexpr int kKeyVecs = kTileColumns;       // key vectors of a score tile
-constexpr int kKeyTile = kKeyVecs * kLanes;  // keys of a score tile
-constexpr int kValueVecs = kTileColumns;     // value vectors of an output tile
-static_assert(kKeyPartition % kKeyTile == 0);
+constexpr int kKeyVecs = 2;                  // key vectors of a score tile
+constexpr int kKeyTile = kKeyVecs * kLanes;  // keys that are packed at a time
+constexpr int kValueVecs = 2;                // value vectors of an output tile
+// Query rows of a score or output tile, as many as leave registers for two vectors beside the sums.
+constexpr int kRowTile = kTileRows * kTileColumns / 2;
+static_assert(kKeyPartition % kKeyTile == 0 && kKeyTile <= ft::detail::kMaxKeyTile);
 
-// packed_keys[d, j] = keys[j][d] for the tiles that hold [key_begin, key_end); zero where no key is.
 template <typename W>
-void pack_keys(const AttentionPartition& p, int begin, int end) {
+inline void prefetch_rows(const std::byte* const* rows, int begin, int end, int dim) {
+  for (int j = begin; j < end; ++j) {
+    const std::byte* row = rows[j];
+    for (std::int64_t byte = 0; byte < dim * static_cast<std::int64_t>(sizeof(W)); byte += 64) prefetch_l2(row + byte);
+  }
+}
+
+// packed_keys[d, i] = keys[j + i][d] for one tile; zero where no key is.
+template <typename W>
+void pack_keys(const AttentionPartition& p, int j) {
   const int dim = p.head_dim;
-  for (int j = begin; j < end; j += kLanes) {
+  for (int group = 0; group < kKeyTile; group += kLanes) {
+    float* packed = p.packed_keys + group;
     const W* keys[kLanes];
     for (int i = 0; i < kLanes; ++i) {
-      keys[i] = j + i >= p.key_begin && j + i < p.key_end ? reinterpret_cast<const W*>(p.keys[j + i]) : nullptr;
+      const int key = j + group + i;
+      keys[i] = key >= p.key_begin && key < p.key_end ? reinterpret_cast<const W*>(p.keys[key]) : nullptr;
     }
     int d = 0;
     for (; d + kLanes <= dim; d += kLanes) {
       Vec rows[kLanes];
       for (int i = 0; i < kLanes; ++i) rows[i] = keys[i] == nullptr ? vec_zero() : load_wide(keys[i] + d);
       transpose(rows);
-      for (int i = 0; i < kLanes; ++i) vec_store(p.packed_keys + (d + i) * kKeyPartition + j, rows[i]);
+      for (int i = 0; i < kLanes; ++i) vec_store(packed + (d + i) * kKeyTile, rows[i]);
     }
     for (; d < dim; ++d) {
       for (int i = 0; i < kLanes; ++i) {
@@ -35,7 +47,7 @@ void pack_keys(const AttentionPartition& p, int begin, int end) {
         if (keys[i] != nullptr) element[0] = keys[i][d];
         alignas(64) float wide[kLanes];
         vec_store(wide, load_wide(element));
-        p.packed_keys[d * kKeyPartition + j + i] = wide[0];
+        packed[d * kKeyTile + i] = wide[0];
       }
     }
   }
@@ -45,15 +57,16 @@ void pack_keys(const AttentionPartition& p, int begin, int end) {
 template <int R>
 inline void score_tile(const AttentionPartition& p, int row, int j) {
   Vec sum[R][kKeyVecs];
+  const float* queries[R];
   for (int r = 0; r < R; ++r) {
+    queries[r] = p.query_rows[row + r];
     for (int v = 0; v < kKeyVecs; ++v) sum[r][v] = vec_zero();
   }
-  const float* keys = p.packed_keys + j;
   for (int d = 0; d < p.head_dim; ++d) {
     Vec k[kKeyVecs];
-    for (int v = 0; v < kKeyVecs; ++v) k[v] = vec_load(keys + d * kKeyPartition + v * kLanes);
+    for (int v = 0; v < kKeyVecs; ++v) k[v] = vec_load(p.packed_keys + d * kKeyTile + v * kLanes);
     for (int r = 0; r < R; ++r) {
-      const Vec q = vec_set1(p.query_rows[row + r][d]);
+      const Vec q = vec_set1(queries[r][d]);
       for (int v = 0; v < kKeyVecs; ++v) sum[r][v] = vec_fma(q, k[v], sum[r][v]);
     }
   }
@@ -129,9 +142,7 @@ inline void value_tail(const AttentionPartition& p, int row, int d, std::int64_t
 }
 
 template <int R, typename W>
-inline void attend_rows(const AttentionPartition& p, int row, int begin, int end) {
-  for (int j = begin; j < end; j += kKeyTile) score_tile<R>(p, row, j);
-  for (int r = 0; r < R; ++r) exponentiate(p, row + r, begin, end);
+inline void weigh_values(const AttentionPartition& p, int row) {
   const std::int64_t out_stride = ft::detail::packed_length(p.head_dim);
   int d = 0;
   for (; d + kValueVecs * kLanes <= p.head_dim; d += kValueVecs * kLanes) {
@@ -141,23 +152,44 @@ inline void attend_rows(const AttentionPartition& p, int row, int begin, int end
   if (d < p.head_dim) value_tail<R, W>(p, row, d, out_stride);
 }
 
+// Calls f(rows in tile as a compile-time constant, first row) over all rows.
+template <int R>
+struct RowCount {
+  static constexpr int value = R;
+};
+
+template <typename F>
+inline void for_row_tiles(int num_rows, F f) {
+  int row = 0;
+  for (; row + kRowTile <= num_rows; row += kRowTile) f(RowCount<kRowTile>{}, row);
+  for (; row + 4 <= num_rows; row += 4) f(RowCount<4>{}, row);
+  switch (num_rows - row) {
+    case 1:
+      return f(RowCount<1>{}, row);
+    case 2:
+      return f(RowCount<2>{}, row);
+    case 3:
+      return f(RowCount<3>{}, row);
+    default:
+      return;
+  }
+}
+
 template <typename W>
 void attend(const AttentionPartition& p) {
   const int begin = p.key_begin / kKeyTile * kKeyTile;
   const int end = (p.key_end + kKeyTile - 1) / kKeyTile * kKeyTile;
-  pack_keys<W>(p, begin, end);
-  int row = 0;
-  for (; row + kTileRows <= p.num_rows; row += kTileRows) attend_rows<kTileRows, W>(p, row, begin, end);
-  switch (p.num_rows - row) {
-    case 1:
-      return attend_rows<1, W>(p, row, begin, end);
-    case 2:
-      return attend_rows<2, W>(p, row, begin, end);
-    case 3:
-      return attend_rows<3, W>(p, row, begin, end);
-    default:
-      return;
+  const auto clipped = [&p](int key) { return key < p.key_begin ? p.key_begin : key > p.key_end ? p.key_end : key; };
+  // Rows of one head lie far apart, so the hardware does not see them coming.
+  prefetch_rows<W>(p.keys, clipped(begin), clipped(begin + kKeyTile), p.head_dim);
+  for (int j = begin; j < end; j += kKeyTile) {
+    prefetch_rows<W>(p.keys, clipped(j + kKeyTile), clipped(j + 2 * kKeyTile), p.head_dim);
+    prefetch_rows<W>(p.values, clipped(j), clipped(j + kKeyTile), p.head_dim);
+    pack_keys<W>(p, j);
+    for_row_tiles(p.num_rows, [&](auto rows, int row) { score_tile<decltype(rows)::value>(p, row, j); });
   }
+  for (int row = 0; row < p.num_rows; ++row) exponentiate(p, row, begin, end);
+  for_row_tiles(p.num_rows, [&](auto rows, int row) { weigh_values<decltype(rows)::value, W>(p, row); });
 }
 
 void attention_partition(const AttentionPartition& partition) {

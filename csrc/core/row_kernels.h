@@ -18,6 +18,8 @@ inline constexpr std::int64_t kMaxBlock = 32;
 inline constexpr std::int64_t kTemporaryRows = 4;
 // Keys per attention partition: partitions lie at multiples of it, whatever the query.
 inline constexpr int kKeyPartition = 256;
+// Keys that are packed at a time, at most.
+inline constexpr int kMaxKeyTile = 32;
 
 static constexpr std::int64_t packed_length(std::int64_t n) { return (n + kMaxBlock - 1) / kMaxBlock * kMaxBlock; }
 
@@ -35,7 +37,7 @@ struct AttentionPartition {
   const std::byte* const* values = nullptr;  // [kKeyPartition]
   DType dtype = DType::kF32;
   float scale = 1.0f;
-  float* packed_keys = nullptr;  // scratch [head_dim, kKeyPartition]
+  float* packed_keys = nullptr;  // scratch [head_dim, kMaxKeyTile]
   float* scores = nullptr;       // scratch [num_rows, kKeyPartition]
   // Results: the maximum score, the sum of exp(score - maximum), the weighted sum of values [num_rows, packed
   // head_dim]. A row without keys gets sum 0 and its other results are undefined.
