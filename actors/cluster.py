@@ -114,10 +114,21 @@ def attach(address: str, namespace: str) -> Cluster:
     """Connect to a running cluster. Raises ``ClusterError``."""
     node = next((node for node in local_nodes() if node.address == address), None)
     if node is not None and AUTH_MODE not in os.environ:
-        os.environ[AUTH_MODE] = node.auth_mode
+        _use_auth_mode(node.auth_mode)
     context = _init(address=address, namespace=namespace)
     same_python = node is None or not node.python or _same_environment(node.python)
     return _describe(context, address, started_here=False, python=None if same_python else sys.executable)
+
+
+def _use_auth_mode(mode: str) -> None:
+    """Ray never changes its mode for a named address, and reads the variable when it is imported, which may be long
+    ago; with the wrong mode it tries for 20 s to connect, or connects and cannot create actors."""
+    import ray
+
+    os.environ[AUTH_MODE] = mode
+    settings = getattr(ray._raylet, "Config", None)
+    if settings is not None:
+        settings.initialize("")  # reads the environment again, as ray.init does for addresses that it found itself
 
 
 def start_local(config: RayConfig, dashboard: bool | None = None) -> Cluster:

@@ -62,8 +62,8 @@ class Controller(ActorShell):
     async def health(self) -> HealthView:
         return await self.service.health()
 
-    async def overview(self) -> Overview:
-        return await self.service.overview()
+    async def overview(self, max_age_s: float = 0.0) -> Overview:
+        return await self.service.overview(max_age_s)
 
     async def stop(self) -> None:
         await self.service.stop()

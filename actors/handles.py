@@ -109,9 +109,9 @@ class ControllerClient:
         result: HealthView = await answer(ActorName.CONTROLLER, self.actor.health.remote())
         return result
 
-    async def overview(self) -> Overview:
+    async def overview(self, max_age_s: float = 0.0) -> Overview:
         """Everything a launcher shows."""
-        result: Overview = await answer(ActorName.CONTROLLER, self.actor.overview.remote())
+        result: Overview = await answer(ActorName.CONTROLLER, self.actor.overview.remote(max_age_s))
         return result
 
     async def stop(self) -> None:

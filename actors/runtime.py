@@ -122,11 +122,11 @@ class RayRuntime:
             lines.append(f"warning: {self._warning}")
         return lines
 
-    async def overview(self) -> Overview:
+    async def overview(self, max_age_s: float = 0.0) -> Overview:
         """See ``Runtime.overview``."""
         if self._client is None:
             raise FreeTokenError("the engine was not started")
-        return await read_overview(self._client)
+        return await read_overview(self._client, max_age_s)
 
     async def stop(self) -> None:
         """See ``Runtime.stop``. Also leaves the cluster."""
@@ -142,10 +142,10 @@ class RayRuntime:
         cluster.disconnect()
 
 
-async def read_overview(client: ControllerClient) -> Overview:
+async def read_overview(client: ControllerClient, max_age_s: float = 0.0) -> Overview:
     """The Controller's overview. Raises ``FreeTokenError`` when it does not answer in time."""
     try:
-        return await asyncio.wait_for(client.overview(), _OVERVIEW_S)
+        return await asyncio.wait_for(client.overview(max_age_s), _OVERVIEW_S)
     except asyncio.TimeoutError:
         raise FreeTokenError(f"the Controller did not answer within {_OVERVIEW_S:g} s") from None
 

@@ -187,7 +187,7 @@ class Launch:
         return 0
 
     async def _read(self, into: list[Overview]) -> None:
-        into.append(await self._runtime.overview())
+        into.append(await self._runtime.overview(self._view.max_age_s))
 
     def _tell_ready(self, overview: Overview) -> None:
         self._view.ready(overview)

@@ -6,7 +6,7 @@ import abc
 import io
 import sys
 from types import TracebackType
-from typing import TextIO, cast
+from typing import ClassVar, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -30,7 +30,12 @@ _STATE_STYLES = {
 
 
 class View(abc.ABC):
-    """Told what happens, in this order: notes, updates with one ``ready`` among them, stopping, close."""
+    """Told what happens, in this order: notes, updates with one ``ready`` among them, stopping, close.
+
+    ``max_age_s``: how old the figures in an update may be.
+    """
+
+    max_age_s: ClassVar[float] = 0.0
 
     def __init__(self, console: Console, spec: LaunchSpec) -> None:
         self.console = console
@@ -75,7 +80,9 @@ class View(abc.ABC):
 
 
 class PlainView(View):
-    """A line for every change that matters."""
+    """A line for every change that matters; reads no figures."""
+
+    max_age_s: ClassVar[float] = 10.0
 
     def __init__(self, console: Console, spec: LaunchSpec) -> None:
         super().__init__(console, spec)

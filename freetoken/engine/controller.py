@@ -72,13 +72,13 @@ class ControllerService(Service):
         """How the engine is."""
         return self.supervisor.health()
 
-    async def overview(self) -> Overview:
-        """Everything a launcher shows."""
+    async def overview(self, max_age_s: float = 0.0) -> Overview:
+        """Everything a launcher shows; actors' figures may be ``max_age_s`` old."""
         supervisor = self.supervisor
         failure = supervisor.failure
         if failure is None and supervisor.phase is Phase.FAILED:
             failure = FreeTokenError(supervisor.health().detail)
-        return Overview(supervisor.phase, supervisor.health(), tuple(await supervisor.actors()), failure)
+        return Overview(supervisor.phase, supervisor.health(), tuple(await supervisor.actors(max_age_s)), failure)
 
     def metrics(self) -> dict[str, float]:
         """Epoch, restarts and the endpoint's counters."""

@@ -94,9 +94,9 @@ class LocalRuntime:
         """See ``Runtime.notes``."""
         return ["all actors run in this process (runtime=local)"]
 
-    async def overview(self) -> Overview:
+    async def overview(self, max_age_s: float = 0.0) -> Overview:
         """See ``Runtime.overview``."""
-        return await self.controller.overview()
+        return await self.controller.overview(max_age_s)
 
     async def stop(self) -> None:
         """See ``Runtime.stop``."""

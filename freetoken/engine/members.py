@@ -67,11 +67,13 @@ class Member:
     progress: Progress = (0, 0, "")
     status: ActorStatus | None = None
     last_status: ActorStatus | None = None
+    status_s: float = 0.0
     pinging: bool = False
 
-    def record_status(self, status: ActorStatus) -> None:
+    def record_status(self, status: ActorStatus, now: float) -> None:
         """The actor's newest account of itself; ``last_status`` outlives its process."""
         self.status = self.last_status = status
+        self.status_s = now
 
     def record_death(self, reason: str, now: float) -> None:
         """Forget the process and count it."""

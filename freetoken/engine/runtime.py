@@ -41,8 +41,9 @@ class Runtime(Protocol):
         """Lines worth printing once it has started: where the dashboard is, what could not be set up."""
         ...
 
-    async def overview(self) -> Overview:
-        """Raises ``FreeTokenError`` when the Controller does not answer."""
+    async def overview(self, max_age_s: float = 0.0) -> Overview:
+        """The engine now; actors' figures may be ``max_age_s`` old, which spares asking them. Raises
+        ``FreeTokenError`` when the Controller does not answer."""
         ...
 
     async def stop(self) -> None:

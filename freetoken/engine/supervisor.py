@@ -37,6 +37,7 @@ USER_ERRORS = (CapacityError, CheckpointError, ConfigError, UnsupportedModelErro
 
 _LOST_PEER_GRACE_S = 2.0
 _MAX_VAIN_ATTEMPTS = 5
+_MAX_REASON = 300
 
 
 class _AttemptFailedError(Exception):
@@ -126,10 +127,10 @@ class Supervisor:
         detail = self._detail or (f"loading: {doing or names}" if loading else f"wiring: {doing or 'all actors'}")
         return HealthView(state, detail, done, total, what)
 
-    async def actors(self) -> list[ActorStatus]:
-        """Every actor's own account, asked for now; of those that do not answer, the last one known."""
+    async def actors(self, max_age_s: float = 0.0) -> list[ActorStatus]:
+        """Every actor's own account, not older than ``max_age_s``; of those that do not answer, the last one known."""
         members = [self._own, *self._others.values()]
-        await asyncio.gather(*(self._watcher.ask_status(member) for member in members))
+        await asyncio.gather(*(self._watcher.ask_status(member, max_age_s) for member in members))
         return [
             dataclasses.replace(member.describe(self._epoch), restarts=member.restarts)
             for member in sorted(members, key=lambda member: ACTOR_NAMES.index(member.name))
@@ -327,7 +328,7 @@ class Supervisor:
                 if suspect.handle is not None:
                     member, handle = suspect, suspect.handle
         except Exception as error:
-            reason = f"{what} failed: {error}"
+            reason = f"{what} failed: {_brief(error)}"
             if self._note_failure(error):
                 raise _AttemptFailedError(reason) from error
             log.warning("event=transition_failed actor=%s what=%s error=%r", member.name, what, str(error))
@@ -399,7 +400,7 @@ class Supervisor:
         except Exception as error:
             if self._note_failure(error):
                 return
-            reason = f"{'creation' if handle is None else 'load'} failed: {error}"
+            reason = f"{'creation' if handle is None else 'load'} failed: {_brief(error)}"
             log.warning("event=prepare_failed actor=%s error=%r", member.name, reason)
         if handle is not None:
             await self._put_down(member, handle, reason)
@@ -484,6 +485,12 @@ class Supervisor:
         await _all(handle.rewire(wiring, restarts) for member, handle in members if member is not self._own)
         await own.resume()
         await self._share_store(self._own.name)
+
+
+def _brief(error: BaseException) -> str:
+    """One line, not too long; the whole is in the actor's log."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}..."
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:

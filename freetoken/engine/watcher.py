@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -48,17 +49,17 @@ class Watcher:
         """What runs now; cancel them to stop watching."""
         return list(self._tasks)
 
-    async def ask_status(self, member: Member) -> None:
-        """Renew ``member.status`` if the actor answers soon."""
+    async def ask_status(self, member: Member, max_age_s: float = 0.0) -> None:
+        """Renew ``member.status``, unless it is younger than ``max_age_s``, if the actor answers soon."""
         handle = member.handle
-        if handle is None:
+        if handle is None or (member.status is not None and time.monotonic() - member.status_s < max_age_s):
             return
         try:
             status = await asyncio.wait_for(handle.status(), STATUS_TIMEOUT_S)
         except Exception:
             return
         if member.handle is handle:
-            member.record_status(status)
+            member.record_status(status, time.monotonic())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -82,7 +83,7 @@ class Watcher:
                 # If this very process was stopped for a while, the answer is there but unread: ask once more.
                 status = await asyncio.wait_for(handle.status(), min(_SECOND_CHANCE_S, limit_s))
             if member.handle is handle:
-                member.record_status(status)
+                member.record_status(status, time.monotonic())
         except asyncio.TimeoutError:
             await self._put_down(member, handle, f"silent for {limit_s:g} s")
         except PeerLostError as error:

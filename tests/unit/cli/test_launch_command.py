@@ -72,7 +72,7 @@ class ScriptedRuntime:
     def notes(self) -> list[str]:
         return ["a note [with brackets]"]
 
-    async def overview(self) -> Overview:
+    async def overview(self, max_age_s: float = 0.0) -> Overview:
         newest = self.overviews.pop(0) if len(self.overviews) > 1 else self.overviews[0]
         if isinstance(newest, FreeTokenError):
             raise newest
