@@ -145,6 +145,7 @@ class WeightStreamerService(Service):
             "store_bytes": float(self.store.size_bytes if self.store is not None else 0),
             "records": float(self._num_records),
             "adopted": float(self.adopt),
+            "read_bytes_total": float(figures.num_bytes if figures else 0),
             "load_s": figures.seconds if figures else 0.0,
             "load_gbps": figures.gbps if figures else 0.0,
             "direct": float(figures.used_direct if figures else 0),

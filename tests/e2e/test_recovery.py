@@ -1,0 +1,80 @@
+"""kill -9 of each actor: in-flight requests end with an error, the service comes back, nothing is read again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import urllib.error
+from typing import Any
+
+import pytest
+
+from freetoken.cli.process import EngineProcess
+from freetoken.messages import ACTOR_NAMES, ActorName
+from tests.e2e.conftest import complete, get
+
+pytestmark = pytest.mark.e2e
+
+RECOVERY_LIMIT_S = 60.0
+"""Far above what it takes (bench/system/recovery.py measures that); a hang must not block the suite."""
+
+
+def wait_until_serving(url: str, dead_pids: set[int]) -> list[dict[str, Any]]:
+    """Every actor serving, none of them one of ``dead_pids``."""
+    deadline = time.monotonic() + RECOVERY_LIMIT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+            actors = get(url, "/v1/actors")["actors"]
+            alive = [a for a in actors if a["state"] == "serving" and a["pid"] not in dead_pids]
+            if len(alive) == len(ACTOR_NAMES) and get(url, "/health")["status"] == "ready":
+                return actors
+        time.sleep(0.1)
+    raise AssertionError(f"not serving again within {RECOVERY_LIMIT_S} s")
+
+
+def store_metrics(actors: list[dict[str, Any]]) -> dict[str, float]:
+    """WeightStreamer's own figures."""
+    metrics: dict[str, float] = next(a["metrics"] for a in actors if a["name"] == str(ActorName.WEIGHT_STREAMER))
+    return metrics
+
+
+@pytest.mark.parametrize("victim", ACTOR_NAMES, ids=str)
+def test_any_actor_may_be_killed(engine: EngineProcess, victim: ActorName) -> None:
+    url = engine.url
+    actors = wait_until_serving(url, set())
+    before = complete(url, [9, 8, 7, 6], 12)["choices"][0]["text"]
+    outcome: list[object] = []
+
+    def long_request() -> None:
+        try:
+            outcome.append(complete(url, [5, 6, 7], 900))
+        except (urllib.error.URLError, ConnectionError) as error:
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
+            outcome.append(error)
+
+    thread = threading.Thread(target=long_request)
+    thread.start()
+    pid = next(a["pid"] for a in actors if a["name"] == str(victim))
+    os.kill(pid, signal.SIGKILL)
+    thread.join(RECOVERY_LIMIT_S)
+    assert not thread.is_alive(), "the in-flight request hangs"
+    assert outcome
+    after = wait_until_serving(url, {pid})
+    assert complete(url, [9, 8, 7, 6], 12)["choices"][0]["text"] == before
+    assert store_metrics(after)["store_bytes"] == store_metrics(actors)["store_bytes"] > 0
+    read = 0.0 if victim is ActorName.WEIGHT_STREAMER else store_metrics(actors)["read_bytes_total"]
+    assert store_metrics(after)["read_bytes_total"] == read, "weights were read again"
+
+
+def test_two_deaths_at_once(engine: EngineProcess) -> None:
+    actors = wait_until_serving(engine.url, set())
+    victims = {str(ActorName.WEIGHT_STREAMER), str(ActorName.CONTROLLER)}
+    pids = {a["pid"] for a in actors if a["name"] in victims}
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    wait_until_serving(engine.url, pids)
+    complete(engine.url, [1, 2, 3], 4)
