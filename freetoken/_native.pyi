@@ -209,7 +209,9 @@ class Mailbox:
     """The per-layer hand-off between GpuExecutor, ExpertCache and CpuExecutor, in one shared segment."""
 
     @staticmethod
-    def required_bytes(max_tokens: int, top_k: int, hidden: int, num_experts: int) -> int: ...
+    def required_bytes(
+        max_tokens: int, top_k: int, hidden: int, num_layers: int, num_experts: int, max_shared_tokens: int = 0
+    ) -> int: ...
     @staticmethod
     def create(
         segment: SharedSegment,
@@ -219,18 +221,45 @@ class Mailbox:
         hidden: int,
         num_layers: int,
         num_experts: int,
-    ) -> Mailbox: ...
+        max_shared_tokens: int = 0,
+    ) -> Mailbox:
+        """``max_shared_tokens``: tokens of a publish in which CpuExecutor may take part (rows of hidden and partial); 0:
+        max_tokens. Longer publishes must be for the device alone."""
+
     @staticmethod
     def attach(segment: SharedSegment) -> Mailbox:
         """``ValueError`` when the segment holds no mailbox of this version."""
 
     @property
     def epoch(self) -> int: ...
-    def abort(self) -> None:
-        """All present and future waits on this mailbox fall through; it is dead afterwards."""
+    @property
+    def segment(self) -> SharedSegment: ...
+    def layout(self) -> dict[str, int]:
+        """All that a client needs to address the segment by itself; csrc/core/mailbox.h has the protocol.
+
+        ``X_offset``: from the start of the segment, of the words' values (req, plan, part, abort: u32) and of the regions
+        (request, hidden, ids, weights, admit, plan_header, entries, routes, slot_of, partial). ``X_field``: within a
+        struct, of request_(seq, layer: u32; step_id: u64; num_tokens, top_k, flags: u32), plan_(seq, num_hits,
+        num_fetches, num_cpu, num_routes, num_admitted, num_evicted: u32) and entry_(expert, kind, source_slot,
+        destination_slot, first_route, num_routes: i32). ``request_bytes, plan_header_bytes, entry_bytes``: sizes.
+        ``flag_deterministic, flag_device_only, flag_device_client``, ``kind_hit, kind_fetch, kind_cpu``, ``abort_NAME``:
+        values. ``max_tokens, top_k, hidden, num_layers, num_experts, max_shared_tokens, max_entries``: geometry.
+        ``version, total_bytes``.
+        """
+
+    def abort(self, reason: str = "requested") -> None:
+        """All present and future waits on this mailbox fall through; it is dead afterwards. The first reason stays: an
+        ``abort_NAME`` of ``layout`` (``plan_late``, ``partial_late``, ``client_failed``, ...)."""
 
     @property
     def aborted(self) -> bool: ...
+    @property
+    def abort_reason(self) -> str:
+        """Why, for messages; empty when it is not aborted."""
+
+    @property
+    def overdue(self) -> str:
+        """``ExpertCache`` or ``CpuExecutor``, if its answer to the latest publish has not come; else empty."""
 
 @final
 class SlotTable:
@@ -280,16 +309,30 @@ class CacheServer:
         in_place: bool,
         spin_us: int,
         record_bytes: Sequence[int],
+        device_client: bool = False,
+        fetchable: NDArray[np.bool_] | None = None,
     ) -> None:
-        """``in_place``: every expert is a hit read from the store (no slots). ``record_bytes`` [L] for the counters."""
+        """``in_place``: every expert is a hit read from the store (no slots). ``record_bytes`` [L] for the counters.
+
+        ``device_client``: the client rings no bells (a GPU). The thread spins for ``spin_us`` after each ``notice`` and
+        each publish, then naps; it never relies on being woken. ``fetchable`` [L, E]: records that the device can read
+        in the store; the others go to CpuExecutor. None: it can read all.
+        """
 
     def start(self) -> None: ...
     def stop(self) -> None:
         """Stop and join the thread; idempotent. The mailbox is aborted first when a publish is unanswered."""
 
+    def notice(self) -> None:
+        """Publishes of a device client will come soon: wake up and spin."""
+
+    def rest(self) -> None:
+        """None will come before the next ``notice``: stop spinning."""
+
     def set_fetch_fraction(self, fraction: float) -> None: ...
     def counters(self) -> dict[str, int]:
-        """hits, fetches, cpu, admitted, evicted, publishes, resident, in_flight (cumulative where countable)."""
+        """hits, fetches, cpu, admitted, evicted, fetched_bytes, cpu_bytes, publishes, plan_ns (cumulative), resident,
+        in_flight."""
 
     def layer_counters(self) -> NDArray[np.int64]:
         """[L, 3] cumulative hits, fetches, cpu."""
@@ -298,9 +341,19 @@ class CacheServer:
 class CpuServer:
     """CpuExecutor's dispatcher: takes the CPU share of each layer and runs it on the pool."""
 
-    def __init__(self, mailbox: Mailbox, store: ExpertStore, pool: WorkerPool, spin_us: int) -> None: ...
+    def __init__(
+        self, mailbox: Mailbox, store: ExpertStore, pool: WorkerPool, spin_us: int, device_client: bool = False
+    ) -> None:
+        """``device_client``: see ``CacheServer``."""
+
     def start(self) -> None: ...
     def stop(self) -> None: ...
+    def notice(self) -> None:
+        """See ``CacheServer.notice``."""
+
+    def rest(self) -> None:
+        """See ``CacheServer.rest``."""
+
     def counters(self) -> dict[str, int]:
         """experts, routes, layers, bytes, busy_ns (cumulative)."""
 

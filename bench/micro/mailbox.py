@@ -62,7 +62,7 @@ class Bench:
 
     def __init__(self, bank: ExpertBank, cores: list[int], spin_us: int, fetch_fraction: float, with_cpu: bool) -> None:
         num_slots = LAYERS * EXPERTS
-        size_bytes = Mailbox.required_bytes(1, TOP_K, HIDDEN, EXPERTS)
+        size_bytes = Mailbox.required_bytes(1, TOP_K, HIDDEN, LAYERS, EXPERTS)
         segment = SharedSegment.create("mailbox", size_bytes)
         mailbox = Mailbox.create(segment, 1, 1, TOP_K, HIDDEN, LAYERS, EXPERTS)
         stride_bytes = bank.layout.stride_bytes
@@ -136,7 +136,7 @@ def run_case(bank: ExpertBank, cores: list[int], case: str, spin_us: int, count:
 
 def measure_binding(bank: ExpertBank) -> float:
     """Median time of a call that has nothing to do."""
-    segment = SharedSegment.create("mailbox", Mailbox.required_bytes(1, TOP_K, HIDDEN, EXPERTS))
+    segment = SharedSegment.create("mailbox", Mailbox.required_bytes(1, TOP_K, HIDDEN, LAYERS, EXPERTS))
     mailbox = Mailbox.create(segment, 1, 1, TOP_K, HIDDEN, LAYERS, EXPERTS)
     client = DeviceClient(mailbox, bank.store, None, 0, WorkerPool(1), 0, 1.0, False)
     nothing = tuple(array[:0] for array in bank.random_batch(np.random.default_rng(0), 1, TOP_K))

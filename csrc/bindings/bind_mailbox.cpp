@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <limits>
 #include <memory>
 #include <string>
@@ -24,6 +25,18 @@ namespace py = pybind11;
 namespace ft {
 namespace {
 
+const std::vector<std::pair<std::string, AbortReason>> kAbortNames = {
+    {"requested", AbortReason::kRequested},
+    {"bad_publish", AbortReason::kBadPublish},
+    {"plan_late", AbortReason::kPlanLate},
+    {"partial_late", AbortReason::kPartialLate},
+    {"client_failed", AbortReason::kClientFailed},
+    {"cache_failed", AbortReason::kCacheFailed},
+    {"cpu_failed", AbortReason::kCpuFailed},
+    {"not_fetchable", AbortReason::kNotFetchable},
+    {"no_bell", AbortReason::kNoBell},
+};
+
 std::uint32_t unsigned_argument(const char* name, std::int64_t value) {
   if (value < 0 || value > std::numeric_limits<std::uint32_t>::max()) {
     throw py::value_error(std::string(name) + " " + std::to_string(value) + " is out of range");
@@ -32,10 +45,95 @@ std::uint32_t unsigned_argument(const char* name, std::int64_t value) {
 }
 
 MailboxGeometry make_geometry(std::int64_t max_tokens, std::int64_t top_k, std::int64_t hidden, std::int64_t num_layers,
-                              std::int64_t num_experts) {
-  return MailboxGeometry{unsigned_argument("max_tokens", max_tokens), unsigned_argument("top_k", top_k),
-                         unsigned_argument("hidden", hidden), unsigned_argument("num_layers", num_layers),
-                         unsigned_argument("num_experts", num_experts)};
+                              std::int64_t num_experts, std::int64_t max_shared_tokens) {
+  return MailboxGeometry{
+      unsigned_argument("max_tokens", max_tokens),   unsigned_argument("top_k", top_k),
+      unsigned_argument("hidden", hidden),           unsigned_argument("num_layers", num_layers),
+      unsigned_argument("num_experts", num_experts), unsigned_argument("max_shared_tokens", max_shared_tokens)};
+}
+
+// Everything a client without this library needs. Names: X_offset from the start of the segment, X_field within its
+// struct, X_bytes the size of one, flag_X, kind_X and abort_X values, the rest geometry.
+py::dict describe_layout(const Mailbox& mailbox) {
+  const MailboxGeometry& g = mailbox.geometry();
+  const MailboxOffsets& o = mailbox.offsets();
+  py::dict d;
+  d["version"] = kMailboxVersion;
+  d["max_tokens"] = g.max_tokens;
+  d["top_k"] = g.top_k;
+  d["hidden"] = g.hidden;
+  d["num_layers"] = g.num_layers;
+  d["num_experts"] = g.num_experts;
+  d["max_shared_tokens"] = g.max_shared_tokens;
+  d["max_entries"] = mailbox.max_entries();
+
+  d["total_bytes"] = o.total_bytes;
+  d["req_offset"] = o.req + offsetof(Word, value);
+  d["plan_offset"] = o.plan + offsetof(Word, value);
+  d["part_offset"] = o.part + offsetof(Word, value);
+  d["abort_offset"] = o.abort;
+  d["request_offset"] = o.request;
+  d["hidden_offset"] = o.hidden;
+  d["ids_offset"] = o.ids;
+  d["weights_offset"] = o.weights;
+  d["admit_offset"] = o.admit;
+  d["plan_header_offset"] = o.plan_header;
+  d["entries_offset"] = o.entries;
+  d["routes_offset"] = o.routes;
+  d["slot_of_offset"] = o.slot_of;
+  d["partial_offset"] = o.partial;
+
+  d["request_bytes"] = sizeof(RequestHeader);
+  d["request_seq_field"] = offsetof(RequestHeader, seq);
+  d["request_layer_field"] = offsetof(RequestHeader, layer);
+  d["request_step_id_field"] = offsetof(RequestHeader, step_id);
+  d["request_num_tokens_field"] = offsetof(RequestHeader, num_tokens);
+  d["request_top_k_field"] = offsetof(RequestHeader, top_k);
+  d["request_flags_field"] = offsetof(RequestHeader, flags);
+
+  d["plan_header_bytes"] = sizeof(PlanHeader);
+  d["plan_seq_field"] = offsetof(PlanHeader, seq);
+  d["plan_num_hits_field"] = offsetof(PlanHeader, num_hits);
+  d["plan_num_fetches_field"] = offsetof(PlanHeader, num_fetches);
+  d["plan_num_cpu_field"] = offsetof(PlanHeader, num_cpu);
+  d["plan_num_routes_field"] = offsetof(PlanHeader, num_routes);
+  d["plan_num_admitted_field"] = offsetof(PlanHeader, num_admitted);
+  d["plan_num_evicted_field"] = offsetof(PlanHeader, num_evicted);
+
+  d["entry_bytes"] = sizeof(PlanEntry);
+  d["entry_expert_field"] = offsetof(PlanEntry, expert);
+  d["entry_kind_field"] = offsetof(PlanEntry, kind);
+  d["entry_source_slot_field"] = offsetof(PlanEntry, source_slot);
+  d["entry_destination_slot_field"] = offsetof(PlanEntry, destination_slot);
+  d["entry_first_route_field"] = offsetof(PlanEntry, first_route);
+  d["entry_num_routes_field"] = offsetof(PlanEntry, num_routes);
+
+  d["flag_deterministic"] = static_cast<std::uint32_t>(kDeterministic);
+  d["flag_device_only"] = static_cast<std::uint32_t>(kDeviceOnly);
+  d["flag_device_client"] = static_cast<std::uint32_t>(kDeviceClient);
+  d["kind_hit"] = static_cast<std::int32_t>(EntryKind::kHit);
+  d["kind_fetch"] = static_cast<std::int32_t>(EntryKind::kFetch);
+  d["kind_cpu"] = static_cast<std::int32_t>(EntryKind::kCpu);
+  for (const auto& [name, reason] : kAbortNames) d[("abort_" + name).c_str()] = static_cast<std::uint32_t>(reason);
+  return d;
+}
+
+AbortReason parse_abort_reason(const std::string& name) {
+  for (const auto& [known, reason] : kAbortNames) {
+    if (known == name) return reason;
+  }
+  throw py::value_error("reason '" + name + "' is not the name of an abort reason");
+}
+
+const char* overdue_party(Mailbox& mailbox) {
+  switch (mailbox.overdue()) {
+    case AbortReason::kPlanLate:
+      return "ExpertCache";
+    case AbortReason::kPartialLate:
+      return "CpuExecutor";
+    default:
+      return "";
+  }
 }
 
 void forward(DeviceClient& client, int layer, const py::object& hidden_object, const py::object& ids_object,
@@ -117,23 +215,35 @@ void bind_mailbox_class(py::module_& m) {
   py::class_<Mailbox, std::shared_ptr<Mailbox>>(m, "Mailbox", py::is_final())
       .def_static(
           "required_bytes",
-          [](std::int64_t max_tokens, std::int64_t top_k, std::int64_t hidden, std::int64_t num_experts) {
-            return Mailbox::required_bytes(make_geometry(max_tokens, top_k, hidden, 1, num_experts));
+          [](std::int64_t max_tokens, std::int64_t top_k, std::int64_t hidden, std::int64_t num_layers,
+             std::int64_t num_experts, std::int64_t max_shared_tokens) {
+            return Mailbox::required_bytes(
+                make_geometry(max_tokens, top_k, hidden, num_layers, num_experts, max_shared_tokens));
           },
-          py::arg("max_tokens"), py::arg("top_k"), py::arg("hidden"), py::arg("num_experts"))
+          py::arg("max_tokens"), py::arg("top_k"), py::arg("hidden"), py::arg("num_layers"), py::arg("num_experts"),
+          py::arg("max_shared_tokens") = 0)
       .def_static(
           "create",
           [](std::shared_ptr<SharedSegment> segment, std::int64_t epoch, std::int64_t max_tokens, std::int64_t top_k,
-             std::int64_t hidden, std::int64_t num_layers, std::int64_t num_experts) {
-            return Mailbox::create(std::move(segment), epoch,
-                                   make_geometry(max_tokens, top_k, hidden, num_layers, num_experts));
+             std::int64_t hidden, std::int64_t num_layers, std::int64_t num_experts, std::int64_t max_shared_tokens) {
+            return Mailbox::create(
+                std::move(segment), epoch,
+                make_geometry(max_tokens, top_k, hidden, num_layers, num_experts, max_shared_tokens));
           },
           py::arg("segment").none(false), py::arg("epoch"), py::arg("max_tokens"), py::arg("top_k"), py::arg("hidden"),
-          py::arg("num_layers"), py::arg("num_experts"))
+          py::arg("num_layers"), py::arg("num_experts"), py::arg("max_shared_tokens") = 0)
       .def_static("attach", &Mailbox::attach, py::arg("segment").none(false))
       .def_property_readonly("epoch", &Mailbox::epoch)
-      .def("abort", [](Mailbox& mailbox) { mailbox.abort(); })
-      .def_property_readonly("aborted", &Mailbox::aborted);
+      .def_property_readonly("segment", &Mailbox::segment)
+      .def("layout", &describe_layout)
+      .def(
+          "abort", [](Mailbox& mailbox, const std::string& reason) { mailbox.abort(parse_abort_reason(reason)); },
+          py::arg("reason") = "requested")
+      .def_property_readonly("aborted", &Mailbox::aborted)
+      .def_property_readonly(
+          "abort_reason",
+          [](const Mailbox& mailbox) { return mailbox.aborted() ? abort_reason_text(mailbox.abort_reason()) : ""; })
+      .def_property_readonly("overdue", &overdue_party);
 }
 
 void bind_slot_table(py::module_& m) {
@@ -178,12 +288,26 @@ void bind_slot_table(py::module_& m) {
 
 void bind_servers(py::module_& m) {
   py::class_<CacheServer, std::shared_ptr<CacheServer>>(m, "CacheServer", py::is_final())
-      .def(py::init<std::shared_ptr<Mailbox>, std::shared_ptr<SlotTable>, double, bool, int,
-                    std::vector<std::int64_t>>(),
+      .def(py::init([](std::shared_ptr<Mailbox> mailbox, std::shared_ptr<SlotTable> slots, double fetch_fraction,
+                       bool in_place, int spin_us, std::vector<std::int64_t> record_bytes, bool device_client,
+                       const py::object& fetchable) {
+             std::vector<std::uint8_t> mask;
+             if (!fetchable.is_none()) {
+               const auto view = view_array<const bool>(fetchable, "fetchable", 2);
+               check_extent("fetchable", 0, view.shape[0], mailbox->geometry().num_layers);
+               check_extent("fetchable", 1, view.shape[1], mailbox->geometry().num_experts);
+               mask.assign(view.data, view.data + view.size);
+             }
+             return std::make_shared<CacheServer>(std::move(mailbox), std::move(slots), fetch_fraction, in_place,
+                                                  spin_us, std::move(record_bytes), device_client, std::move(mask));
+           }),
            py::arg("mailbox").none(false), py::arg("slots").none(false), py::arg("fetch_fraction"), py::arg("in_place"),
-           py::arg("spin_us"), py::arg("record_bytes"))
+           py::arg("spin_us"), py::arg("record_bytes"), py::arg("device_client") = false,
+           py::arg("fetchable") = py::none())
       .def("start", &CacheServer::start)
       .def("stop", &CacheServer::stop, py::call_guard<py::gil_scoped_release>())
+      .def("notice", &CacheServer::notice)
+      .def("rest", &CacheServer::rest)
       .def("set_fetch_fraction", &CacheServer::set_fetch_fraction, py::arg("fraction"))
       .def("counters",
            [](const CacheServer& server) {
@@ -199,6 +323,7 @@ void bind_servers(py::module_& m) {
              result["publishes"] = c.publishes;
              result["resident"] = c.resident;
              result["in_flight"] = c.in_flight;
+             result["plan_ns"] = c.plan_ns;
              return result;
            })
       .def("layer_counters", [](const CacheServer& server) {
@@ -209,11 +334,13 @@ void bind_servers(py::module_& m) {
       });
 
   py::class_<CpuServer, std::shared_ptr<CpuServer>>(m, "CpuServer", py::is_final())
-      .def(py::init<std::shared_ptr<Mailbox>, std::shared_ptr<ExpertStore>, std::shared_ptr<WorkerPool>, int>(),
+      .def(py::init<std::shared_ptr<Mailbox>, std::shared_ptr<ExpertStore>, std::shared_ptr<WorkerPool>, int, bool>(),
            py::arg("mailbox").none(false), py::arg("store").none(false), py::arg("pool").none(false),
-           py::arg("spin_us"))
+           py::arg("spin_us"), py::arg("device_client") = false)
       .def("start", &CpuServer::start)
       .def("stop", &CpuServer::stop, py::call_guard<py::gil_scoped_release>())
+      .def("notice", &CpuServer::notice)
+      .def("rest", &CpuServer::rest)
       .def("counters", [](const CpuServer& server) {
         const CpuCounters c = server.counters();
         py::dict result;

@@ -18,14 +18,15 @@ double checked_fraction(double fraction) {
 }  // namespace
 
 CacheServer::CacheServer(std::shared_ptr<Mailbox> mailbox, std::shared_ptr<SlotTable> slots, double fetch_fraction,
-                         bool in_place, int spin_us, std::vector<std::int64_t> record_bytes)
+                         bool in_place, int spin_us, std::vector<std::int64_t> record_bytes, bool device_client,
+                         std::vector<std::uint8_t> fetchable)
     : mailbox_(std::move(mailbox)),
       slots_(std::move(slots)),
       fetch_fraction_(checked_fraction(fetch_fraction)),
       in_place_(in_place),
-      spin_us_(spin_us),
       record_bytes_(std::move(record_bytes)),
-      planner_(mailbox_->geometry(), mailbox_->max_entries()),
+      wait_(device_client, spin_us),
+      planner_(mailbox_->geometry(), mailbox_->max_entries(), std::move(fetchable)),
       layers_(static_cast<std::size_t>(mailbox_->geometry().num_layers) * 3) {
   const MailboxGeometry& g = mailbox_->geometry();
   if (slots_->num_layers() != static_cast<int>(g.num_layers) ||
@@ -48,11 +49,13 @@ void CacheServer::start() {
   if (started_) throw std::logic_error("cache server: started before");
   slots_->acquire_owner();
   started_ = true;
+  slots_->set_mirror(mailbox_->slot_of());
   resident_.set(slots_->num_resident());
   in_flight_.set(slots_->num_in_flight());
   try {
     thread_ = std::thread([this] { serve(); });
   } catch (...) {
+    slots_->set_mirror(nullptr);
     slots_->release_owner();
     throw;
   }
@@ -65,6 +68,7 @@ void CacheServer::stop() {
   mailbox_->req().bell.ring();
   thread_.join();
   if (mailbox_->req().load() != mailbox_->plan().load()) mailbox_->abort();
+  slots_->set_mirror(nullptr);
   slots_->invalidate_in_flight();
   in_flight_.set(0);
   slots_->release_owner();
@@ -81,11 +85,12 @@ void CacheServer::serve() {
     return mailbox_->req().load() != answered || mailbox_->aborted() || stopping_.load(std::memory_order_seq_cst);
   };
   for (;;) {
-    mailbox_->req().bell.wait(ready, spin_us_, -1);
+    wait_.wait(mailbox_->req().bell, ready);
     if (mailbox_->aborted() || stopping_.load(std::memory_order_seq_cst)) return;
     answered = mailbox_->req().load();
     try {
       if (!answer(answered)) return;
+      wait_.worked();
     } catch (...) {  // the client must not wait for this plan, and an exception must not leave the thread
       mailbox_->abort(AbortReason::kCacheFailed);
       return;
@@ -97,11 +102,25 @@ void CacheServer::serve() {
 bool CacheServer::answer(std::uint32_t seq) {
   const RequestHeader request = mailbox_->request();
   PlanHeader& header = mailbox_->plan_header();
-  const PublishView publish{static_cast<int>(request.layer), static_cast<int>(request.num_tokens),
-                            static_cast<int>(request.top_k), mailbox_->ids(), mailbox_->admit()};
-  if (request.seq != seq || !planner_.plan(publish, *slots_, fetch_fraction_.load(std::memory_order_relaxed), in_place_,
-                                           header, mailbox_->entries(), mailbox_->routes())) {
-    mailbox_->abort(AbortReason::kBadPublish);
+  const PublishView publish{static_cast<int>(request.layer),
+                            static_cast<int>(request.num_tokens),
+                            static_cast<int>(request.top_k),
+                            mailbox_->ids(),
+                            mailbox_->admit(),
+                            (request.flags & kDeviceOnly) != 0};
+  AbortReason refusal = AbortReason::kNone;
+  if (request.seq != seq) {
+    refusal = AbortReason::kBadPublish;
+  } else if ((request.flags & kDeviceClient) != 0 && !wait_.device_client()) {
+    refusal = AbortReason::kNoBell;  // this publish was found by chance
+  } else {
+    const std::int64_t start = monotonic_ns();
+    refusal = planner_.plan(publish, *slots_, fetch_fraction_.load(std::memory_order_relaxed), in_place_, header,
+                            mailbox_->entries(), mailbox_->routes());
+    plan_ns_.add(monotonic_ns() - start);
+  }
+  if (refusal != AbortReason::kNone) {
+    mailbox_->abort(refusal);
     return false;
   }
   header.seq = seq;
@@ -144,8 +163,9 @@ void CacheServer::count(int layer, const PlanHeader& plan) {
 }
 
 CacheCounters CacheServer::counters() const {
-  return CacheCounters{hits_.get(),          fetches_.get(),   cpu_.get(),       admitted_.get(), evicted_.get(),
-                       fetched_bytes_.get(), cpu_bytes_.get(), publishes_.get(), resident_.get(), in_flight_.get()};
+  return CacheCounters{hits_.get(),     fetches_.get(),       cpu_.get(),       admitted_.get(),
+                       evicted_.get(),  fetched_bytes_.get(), cpu_bytes_.get(), publishes_.get(),
+                       resident_.get(), in_flight_.get(),     plan_ns_.get()};
 }
 
 std::vector<std::int64_t> CacheServer::layer_counters() const {

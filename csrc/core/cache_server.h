@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "client_wait.h"
 #include "layer_planner.h"
 #include "mailbox.h"
 #include "slot_table.h"
@@ -18,22 +19,29 @@ struct CacheCounters {
   std::int64_t hits = 0, fetches = 0, cpu = 0, admitted = 0, evicted = 0;
   std::int64_t fetched_bytes = 0, cpu_bytes = 0;
   std::int64_t publishes = 0, resident = 0, in_flight = 0;
+  std::int64_t plan_ns = 0;  // time spent on planning
 };
 
 class CacheServer {
  public:
-  // record_bytes: by layer. Throws std::invalid_argument when sizes of the parts do not match, fraction is not in
-  // [0, 1], or the slot table already belongs to a server.
+  // record_bytes: by layer. device_client: the client rings no bells. fetchable: see LayerPlanner. Throws
+  // std::invalid_argument when sizes of the parts do not match, or fraction is not in [0, 1].
   CacheServer(std::shared_ptr<Mailbox> mailbox, std::shared_ptr<SlotTable> slots, double fetch_fraction, bool in_place,
-              int spin_us, std::vector<std::int64_t> record_bytes);
+              int spin_us, std::vector<std::int64_t> record_bytes, bool device_client = false,
+              std::vector<std::uint8_t> fetchable = {});
   ~CacheServer();
   CacheServer(const CacheServer&) = delete;
   CacheServer& operator=(const CacheServer&) = delete;
 
-  // Once; throws std::logic_error afterwards. From here to stop() the thread owns the slot table.
+  // Once; throws std::logic_error afterwards, and when the slot table already belongs to a server. From here to stop()
+  // the thread owns the slot table, and the mailbox's slot_of is in step with it.
   void start();
   // Idempotent, from any thread. Aborts the mailbox when a publish is unanswered; slots in flight become free.
   void stop();
+
+  // For a device client, any thread: publishes will come soon; none will before the next notice.
+  void notice() { wait_.notice(mailbox_->req().bell); }
+  void rest() { wait_.rest(); }
 
   void set_fetch_fraction(double fraction);
   // Any thread, any time. Cumulative but for resident and in_flight.
@@ -58,11 +66,12 @@ class CacheServer {
   std::shared_ptr<SlotTable> slots_;
   std::atomic<double> fetch_fraction_;
   const bool in_place_;
-  const int spin_us_;
   const std::vector<std::int64_t> record_bytes_;
+  ClientWait wait_;
   LayerPlanner planner_;
 
-  Counter hits_, fetches_, cpu_, admitted_, evicted_, fetched_bytes_, cpu_bytes_, publishes_, resident_, in_flight_;
+  Counter hits_, fetches_, cpu_, admitted_, evicted_, fetched_bytes_, cpu_bytes_, publishes_, resident_, in_flight_,
+      plan_ns_;
   std::vector<Counter> layers_;
 
   std::mutex lifecycle_;

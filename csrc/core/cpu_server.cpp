@@ -28,12 +28,12 @@ void check_store_matches(const char* who, const ExpertStore& store, const Mailbo
 }
 
 CpuServer::CpuServer(std::shared_ptr<Mailbox> mailbox, std::shared_ptr<ExpertStore> store,
-                     std::shared_ptr<WorkerPool> pool, int spin_us)
-    : mailbox_(std::move(mailbox)), store_(std::move(store)), pool_(std::move(pool)), spin_us_(spin_us) {
+                     std::shared_ptr<WorkerPool> pool, int spin_us, bool device_client)
+    : mailbox_(std::move(mailbox)), store_(std::move(store)), pool_(std::move(pool)), wait_(device_client, spin_us) {
   const MailboxGeometry& g = mailbox_->geometry();
   check_store_matches("cpu server", *store_, g);
   if (spin_us < 0) throw std::invalid_argument("cpu server: spin_us " + std::to_string(spin_us) + " is negative");
-  const std::size_t max_routes = static_cast<std::size_t>(g.max_tokens) * g.top_k;
+  const std::size_t max_routes = static_cast<std::size_t>(g.max_shared_tokens) * g.top_k;
   jobs_.reserve(mailbox_->max_entries());
   route_rows_.reset(new float[max_routes * g.hidden]);
   selected_.assign(max_routes, 0);
@@ -68,7 +68,7 @@ void CpuServer::serve() {
   Ring<CpuShare>& ring = mailbox_->ring();
   const auto ready = [&] { return !ring.empty() || mailbox_->aborted() || stopping_.load(std::memory_order_seq_cst); };
   for (;;) {
-    ring.bell().wait(ready, spin_us_, -1);
+    wait_.wait(ring.bell(), ready);
     if (mailbox_->aborted() || stopping_.load(std::memory_order_seq_cst)) return;
     CpuShare share;
     if (!ring.try_pop(share)) continue;
@@ -82,6 +82,7 @@ void CpuServer::serve() {
       return;
     }
     mailbox_->part().publish(share.seq);
+    wait_.worked();
   }
 }
 
@@ -89,7 +90,7 @@ void CpuServer::serve() {
 bool CpuServer::run(const CpuShare& share) {
   const MailboxGeometry& g = mailbox_->geometry();
   const std::int64_t start = monotonic_ns();
-  if (share.layer >= g.num_layers || share.num_tokens > g.max_tokens || share.top_k > g.top_k ||
+  if (share.layer >= g.num_layers || share.num_tokens > g.max_shared_tokens || share.top_k > g.top_k ||
       share.first_entry > mailbox_->max_entries() || share.num_entries > mailbox_->max_entries() - share.first_entry) {
     return false;
   }

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "client_wait.h"
 #include "expert_kernels.h"
 #include "expert_store.h"
 #include "mailbox.h"
@@ -21,9 +22,10 @@ struct CpuCounters {
 
 class CpuServer {
  public:
-  // Throws std::invalid_argument when store and mailbox are of different models.
+  // device_client: the client rings no bells; then the thread spins while steps run, like ExpertCache's. Throws
+  // std::invalid_argument when store and mailbox are of different models.
   CpuServer(std::shared_ptr<Mailbox> mailbox, std::shared_ptr<ExpertStore> store, std::shared_ptr<WorkerPool> pool,
-            int spin_us);
+            int spin_us, bool device_client = false);
   ~CpuServer();
   CpuServer(const CpuServer&) = delete;
   CpuServer& operator=(const CpuServer&) = delete;
@@ -32,6 +34,10 @@ class CpuServer {
   void start();
   // Idempotent, from any thread; a share being computed is finished first. Aborts the mailbox when one is left undone.
   void stop();
+
+  // For a device client, any thread: shares may come soon; none will before the next notice.
+  void notice() { wait_.notice(mailbox_->ring().bell()); }
+  void rest() { wait_.rest(); }
 
   // Any thread, any time; cumulative.
   CpuCounters counters() const;
@@ -43,12 +49,12 @@ class CpuServer {
   std::shared_ptr<Mailbox> mailbox_;
   std::shared_ptr<ExpertStore> store_;
   std::shared_ptr<WorkerPool> pool_;
-  const int spin_us_;
+  ClientWait wait_;
 
   // Of the server thread; sized once. Route rows are only touched as far as publishes need them.
   std::vector<ExpertJob> jobs_;
-  std::unique_ptr<float[]> route_rows_;  // [max_tokens * top_k, hidden]
-  std::vector<std::uint8_t> selected_;   // [max_tokens * top_k]
+  std::unique_ptr<float[]> route_rows_;  // [max_shared_tokens * top_k, hidden]
+  std::vector<std::uint8_t> selected_;   // [max_shared_tokens * top_k]
 
   std::atomic<std::int64_t> experts_{0}, routes_{0}, layers_{0}, bytes_{0}, busy_ns_{0};
 

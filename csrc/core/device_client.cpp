@@ -77,7 +77,7 @@ DeviceClient::DeviceClient(std::shared_ptr<Mailbox> mailbox, std::shared_ptr<Exp
       }
     }
   }
-  const std::size_t max_routes = static_cast<std::size_t>(g.max_tokens) * g.top_k;
+  const std::size_t max_routes = static_cast<std::size_t>(g.max_shared_tokens) * g.top_k;
   jobs_.reserve(mailbox_->max_entries());
   fills_.reserve(mailbox_->max_entries());
   if (!deterministic_) route_rows_.reset(new float[max_routes * g.hidden]);
@@ -124,8 +124,9 @@ void DeviceClient::validate(const Call& c) const {
   if (c.layer < 0 || c.layer >= static_cast<int>(g.num_layers)) {
     fail("layer " + std::to_string(c.layer) + " is not in 0.." + std::to_string(g.num_layers - 1));
   }
-  if (c.num_tokens < 0 || c.num_tokens > static_cast<int>(g.max_tokens)) {
-    fail("hidden has " + std::to_string(c.num_tokens) + " tokens; the mailbox holds " + std::to_string(g.max_tokens));
+  if (c.num_tokens < 0 || c.num_tokens > static_cast<int>(g.max_shared_tokens)) {
+    fail("hidden has " + std::to_string(c.num_tokens) + " tokens; the mailbox holds " +
+         std::to_string(g.max_shared_tokens));
   }
   if (c.top_k < 1 || c.top_k > static_cast<int>(g.top_k)) {
     fail("ids has " + std::to_string(c.top_k) + " experts per token; the mailbox holds " + std::to_string(g.top_k));

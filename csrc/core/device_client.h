@@ -78,8 +78,8 @@ class DeviceClient {
   StepCounters counters_;
   std::vector<ExpertJob> jobs_;
   std::vector<const PlanEntry*> fills_;
-  std::unique_ptr<float[]> route_rows_;  // [max_tokens * top_k, hidden]; not with deterministic
-  std::vector<std::uint8_t> selected_;   // [max_tokens * top_k]
+  std::unique_ptr<float[]> route_rows_;  // [max_shared_tokens * top_k, hidden]; not with deterministic
+  std::vector<std::uint8_t> selected_;   // [max_shared_tokens * top_k]
 };
 
 }  // namespace ft

@@ -12,35 +12,49 @@ namespace ft {
 // How many of `misses` the device fetches: fraction * misses, rounded half away from zero.
 int plan_num_fetches(double fraction, int misses);
 
-// The payload of one publish. ids holds num_tokens * top_k entries of -1 (padding) or 0..num_experts - 1.
+// The payload of one publish. ids holds num_tokens * top_k entries of -1 (padding) or 0..num_experts - 1. device_only:
+// no expert may go to the CPU.
 struct PublishView {
   int layer = 0;
   int num_tokens = 0;
   int top_k = 0;
   const std::int32_t* ids = nullptr;
   const std::uint8_t* admit = nullptr;
+  bool device_only = false;
 };
 
 // Not thread-safe; allocates in its constructor only.
 class LayerPlanner {
  public:
-  LayerPlanner(const MailboxGeometry& geometry, std::uint32_t max_entries);
+  // fetchable: [num_layers, num_experts], 0 for records that the device cannot read where they lie; empty: it can read
+  // all. Throws std::invalid_argument for another size.
+  LayerPlanner(const MailboxGeometry& geometry, std::uint32_t max_entries, std::vector<std::uint8_t> fetchable = {});
 
-  // Fills header (but for seq), entries and routes. in_place: all experts are hits in the store and `slots` is not
-  // touched. False, with nothing changed, when a value of the publish is out of range.
-  bool plan(const PublishView& publish, SlotTable& slots, double fetch_fraction, bool in_place, PlanHeader& header,
-            PlanEntry* entries, std::int32_t* routes);
+  // Fills header (but for seq), entries and routes. in_place: experts are hits in the store and `slots` is not touched.
+  // Records that are not fetchable go to the CPU unless a slot holds them.
+  //
+  // kNone, or else why there is no plan: kBadPublish (a value is out of range; nothing has changed) or kNotFetchable
+  // (the publish is device_only and names such a record).
+  AbortReason plan(const PublishView& publish, SlotTable& slots, double fetch_fraction, bool in_place,
+                   PlanHeader& header, PlanEntry* entries, std::int32_t* routes);
 
  private:
   bool collect(const PublishView& publish);
   void order_misses(const PublishView& publish, const SlotTable& slots);
+  void write_entries(const PublishView& publish, bool in_place, int num_fetches, PlanEntry* entries,
+                     std::int32_t* routes);
+  bool is_fetchable(int layer, int expert) const {
+    return fetchable_.empty() || fetchable_[static_cast<std::size_t>(layer) * geometry_.num_experts + expert] != 0;
+  }
 
   MailboxGeometry geometry_;
+  std::vector<std::uint8_t> fetchable_;
   std::vector<ExpertUse> uses_;              // distinct experts in order of appearance
   std::vector<std::int32_t> num_routes_;     // by use
   std::vector<std::int32_t> use_of_expert_;  // by expert; -1 between publishes
   std::vector<std::int32_t> misses_;         // indices into uses_
-  std::vector<double> scores_;               // by use
+  std::vector<double> scores_;               // by use; of misses only
+  std::vector<std::uint8_t> can_fetch_;      // by use
   std::vector<std::int32_t> next_route_;     // by use: where its next route goes
   std::int32_t num_admitting_tokens_ = 0;
   std::int32_t total_routes_ = 0;

@@ -28,6 +28,14 @@ void check_geometry(const MailboxGeometry& g) {
   check_range("hidden", g.hidden, 1u << 17);
   check_range("num_layers", g.num_layers, 1u << 12);
   check_range("num_experts", g.num_experts, 1u << 16);
+  check_range("max_shared_tokens", g.max_shared_tokens, g.max_tokens);
+}
+
+// With the default filled in, and checked.
+MailboxGeometry resolve(MailboxGeometry g) {
+  if (g.max_shared_tokens == 0) g.max_shared_tokens = g.max_tokens;
+  check_geometry(g);
+  return g;
 }
 
 std::uint32_t max_entries_of(const MailboxGeometry& g) { return std::min(g.num_experts, g.max_tokens * g.top_k); }
@@ -35,6 +43,7 @@ std::uint32_t max_entries_of(const MailboxGeometry& g) { return std::min(g.num_e
 MailboxOffsets plan_offsets(const MailboxGeometry& g) {
   const std::uint64_t tokens = g.max_tokens;
   const std::uint64_t routes = tokens * g.top_k;
+  const std::uint64_t shared_tokens = g.max_shared_tokens;
   std::uint64_t end = 0;
   const auto place = [&end](std::uint64_t bytes, std::uint64_t alignment = kLineBytes) {
     const std::uint64_t offset = align_up(end, alignment);
@@ -48,15 +57,16 @@ MailboxOffsets plan_offsets(const MailboxGeometry& g) {
   o.part = place(sizeof(Word));
   o.abort = place(kLineBytes);
   o.request = place(sizeof(RequestHeader));
-  o.hidden = place(tokens * g.hidden * sizeof(float));
+  o.hidden = place(shared_tokens * g.hidden * sizeof(float));
   o.ids = place(routes * sizeof(std::int32_t));
   o.weights = place(routes * sizeof(float));
   o.admit = place(tokens);
   o.plan_header = place(sizeof(PlanHeader));
   o.entries = place(std::uint64_t{max_entries_of(g)} * sizeof(PlanEntry));
   o.routes = place(routes * sizeof(std::int32_t));
+  o.slot_of = place(std::uint64_t{g.num_layers} * g.num_experts * sizeof(std::int32_t));
   o.ring = place(Ring<CpuShare>::required_bytes(kRingCapacity));
-  o.partial = place(routes * g.hidden * sizeof(float), kPartialAlignment);
+  o.partial = place(shared_tokens * g.top_k * g.hidden * sizeof(float), kPartialAlignment);
   o.total_bytes = align_up(end, kPartialAlignment);
   return o;
 }
@@ -92,17 +102,21 @@ const char* abort_reason_text(AbortReason reason) {
       return "ExpertCache failed";
     case AbortReason::kCpuFailed:
       return "CpuExecutor failed";
+    case AbortReason::kNotFetchable:
+      return "a publish for the device alone named an expert that the device cannot read";
+    case AbortReason::kNoBell:
+      return "the client cannot ring, but the servers were started for one that can";
   }
   return "unknown reason";
 }
 
 std::size_t Mailbox::required_bytes(const MailboxGeometry& geometry) {
-  check_geometry(geometry);
-  return plan_offsets(geometry).total_bytes;
+  return plan_offsets(resolve(geometry)).total_bytes;
 }
 
 std::shared_ptr<Mailbox> Mailbox::create(std::shared_ptr<SharedSegment> segment, std::int64_t epoch,
-                                         const MailboxGeometry& geometry, std::uint32_t first_seq) {
+                                         const MailboxGeometry& requested, std::uint32_t first_seq) {
+  const MailboxGeometry geometry = resolve(requested);
   const std::size_t needed = required_bytes(geometry);
   if (segment->size_bytes() < needed) {
     throw std::invalid_argument("mailbox: segment of " + std::to_string(segment->size_bytes()) +
@@ -115,6 +129,8 @@ std::shared_ptr<Mailbox> Mailbox::create(std::shared_ptr<SharedSegment> segment,
     (new (base + offset) Word)->value.store(first_seq, std::memory_order_seq_cst);
   }
   new (base + offsets.abort) std::atomic<std::uint32_t>(0);
+  std::memset(base + offsets.slot_of, 0xff,
+              std::size_t{geometry.num_layers} * geometry.num_experts * sizeof(std::int32_t));
   new (base + offsets.ring) RingControl;
   auto* header = new (base) MailboxHeader;
   std::memcpy(header->magic, kMailboxMagic, sizeof(kMailboxMagic));
@@ -157,6 +173,12 @@ Mailbox::Mailbox(std::shared_ptr<SharedSegment> segment)
       max_entries_(max_entries_of(geometry_)),
       abort_(at<std::atomic<std::uint32_t>>(offsets_.abort)),
       ring_(base_ + offsets_.ring, kRingCapacity) {}
+
+AbortReason Mailbox::overdue() {
+  const std::uint32_t seq = req().load();
+  if (plan().load() != seq) return AbortReason::kPlanLate;
+  return plan_header().num_cpu > 0 && part().load() != seq ? AbortReason::kPartialLate : AbortReason::kNone;
+}
 
 void Mailbox::abort(AbortReason reason) {
   std::uint32_t none = 0;

@@ -1,8 +1,8 @@
 // The per-layer hand-off between GpuExecutor (client), ExpertCache (planner) and CpuExecutor, in one shared segment.
 //
 // Layout of the segment; every offset is in the header and a multiple of 128, so that a GPU kernel can address the
-// registered memory with the header alone. All numbers are little-endian. T, K, H, E, D: max_tokens, top_k, hidden,
-// num_experts, max_entries = min(E, T * K).
+// registered memory with the header alone. All numbers are little-endian. T, K, H, L, E, S, D: max_tokens, top_k,
+// hidden, num_layers, num_experts, max_shared_tokens (<= T), max_entries = min(E, T * K).
 //
 //   region       type                      written by   holds
 //   header       MailboxHeader             creator      geometry and the offsets below
@@ -11,20 +11,31 @@
 //   part         Word                      CpuExecutor  number of the latest publish whose CPU share is done
 //   abort        u32 on its own line       anyone       0, or an AbortReason, once and for all
 //   request      RequestHeader             client       what this publish is
-//   hidden       f32 [T, H]                client       hidden rows
+//   hidden       f32 [S, H]                client       hidden rows; not written with kDeviceOnly
 //   ids          i32 [T, K]                client       expert ids; -1 in padded rows
 //   weights      f32 [T, K]                client       routing weights
 //   admit        u8  [T]                   client       1: the token scores its experts and may fill slots
 //   plan_header  PlanHeader                ExpertCache  counts
 //   entries      PlanEntry [D]             ExpertCache  distinct experts: hits, then fetches, then CPU
 //   routes       i32 [T * K]               ExpertCache  route indices t * K + k, grouped by entry
+//   slot_of      i32 [L, E]                ExpertCache  the slot in which a record can be read, or -1
 //   ring         Ring<CpuShare>            ExpertCache  -> CpuExecutor
-//   partial      f32 [T * K, H]            CpuExecutor  [T, H] sums of the CPU share, or with kDeterministic one row
-//                                                       per route (a CPU client puts its own rows beside them)
+//   partial      f32 [S * K, H]            CpuExecutor  [T, H] sums of the CPU share, or with kDeterministic one
+//                                                       weighted row per route of it (a CPU client puts its own
+//                                                       rows beside them)
 //
 // T and K in index arithmetic are those of the request header, not the maxima. One publish is outstanding at a time:
-// the client publishes again only after it has seen `plan`, and `part` where the plan has a CPU share. Sequence
-// numbers are compared for equality only, so they may wrap.
+// the client publishes again only after it has seen `plan`, and `part` where the plan has a CPU share. By publishing
+// again it also says that the slots named as destinations before are filled. Sequence numbers are compared for equality
+// only, so they may wrap.
+//
+// `slot_of` is in step with the latest plan when that plan can be seen: slots that it gave away are no longer listed,
+// slots that it named as destinations are listed from the next plan on. It changes at no other time, but for all of it
+// before the epoch's first publish. Who reads it between a publish and its plan may see entries of either state.
+//
+// A GPU client publishes by a system-scope release store of the sequence number into req's value and rings no bell; it
+// sets kDeviceClient, and the servers are started for it (device_client). It watches plan's and part's value with
+// acquire loads, and `abort`. A publish of more than S tokens must be kDeviceOnly.
 #pragma once
 
 #include <memory>
@@ -36,7 +47,7 @@
 namespace ft {
 
 inline constexpr char kMailboxMagic[8] = {'F', 'T', 'M', 'A', 'I', 'L', 'B', 'X'};
-inline constexpr std::uint32_t kMailboxVersion = 1;
+inline constexpr std::uint32_t kMailboxVersion = 2;
 inline constexpr std::uint32_t kRingCapacity = 16;
 
 struct MailboxGeometry {
@@ -45,13 +56,14 @@ struct MailboxGeometry {
   std::uint32_t hidden = 0;
   std::uint32_t num_layers = 0;
   std::uint32_t num_experts = 0;
+  std::uint32_t max_shared_tokens = 0;  // tokens of a publish in which the CPU takes part; 0: max_tokens
 };
 
 // Byte offsets from the start of the segment.
 struct MailboxOffsets {
   std::uint64_t req = 0, plan = 0, part = 0, abort = 0;
   std::uint64_t request = 0, hidden = 0, ids = 0, weights = 0, admit = 0;
-  std::uint64_t plan_header = 0, entries = 0, routes = 0, ring = 0, partial = 0;
+  std::uint64_t plan_header = 0, entries = 0, routes = 0, slot_of = 0, ring = 0, partial = 0;
   std::uint64_t total_bytes = 0;
 };
 
@@ -65,7 +77,11 @@ struct MailboxHeader {
   MailboxOffsets offsets;
 };
 
-enum RequestFlags : std::uint32_t { kDeterministic = 1 };
+enum RequestFlags : std::uint32_t {
+  kDeterministic = 1,  // the CPU share comes back as one row per route
+  kDeviceOnly = 2,     // no CPU share: every miss is a fetch; the hidden rows are not written
+  kDeviceClient = 4,   // the client rings no bells
+};
 
 struct RequestHeader {
   std::uint32_t seq;
@@ -127,6 +143,8 @@ enum class AbortReason : std::uint32_t {
   kClientFailed = 5,
   kCacheFailed = 6,
   kCpuFailed = 7,
+  kNotFetchable = 8,
+  kNoBell = 9,
 };
 const char* abort_reason_text(AbortReason reason);
 
@@ -141,14 +159,20 @@ class Mailbox {
   // Throws std::invalid_argument when the segment holds no mailbox of this version.
   static std::shared_ptr<Mailbox> attach(std::shared_ptr<SharedSegment> segment);
 
+  const std::shared_ptr<SharedSegment>& segment() const { return segment_; }
   std::int64_t epoch() const { return header_->epoch; }
+  // max_shared_tokens is never 0 here.
   const MailboxGeometry& geometry() const { return geometry_; }
+  const MailboxOffsets& offsets() const { return offsets_; }
   std::uint32_t max_entries() const { return max_entries_; }
 
   // The first reason stays. Wakes everyone; all present and future waits fall through.
   void abort(AbortReason reason = AbortReason::kRequested);
   AbortReason abort_reason() const { return static_cast<AbortReason>(abort_->load(std::memory_order_seq_cst)); }
   bool aborted() const { return abort_reason() != AbortReason::kNone; }
+  // Whose answer to the latest publish has not come: kPlanLate, kPartialLate, or kNone when all is answered. For a
+  // watchdog beside a client that waits on the device.
+  AbortReason overdue();
 
   Word& req() { return *at<Word>(offsets_.req); }
   Word& plan() { return *at<Word>(offsets_.plan); }
@@ -163,6 +187,7 @@ class Mailbox {
   PlanHeader& plan_header() { return *at<PlanHeader>(offsets_.plan_header); }
   PlanEntry* entries() { return at<PlanEntry>(offsets_.entries); }
   std::int32_t* routes() { return at<std::int32_t>(offsets_.routes); }
+  std::int32_t* slot_of() { return at<std::int32_t>(offsets_.slot_of); }
   float* partial() { return at<float>(offsets_.partial); }
 
  private:

@@ -65,6 +65,7 @@ void SlotTable::begin_publish(int layer, std::span<ExpertUse> uses, int num_toke
   ++num_publishes_;
   for (const std::int32_t slot : in_flight_) {
     state_[slot] = State::kResident;
+    mirror(key_of_slot_[slot], slot);
     ++num_resident_;
     heap_insert(key_of_slot_[slot] / num_experts_, key_of_slot_[slot]);
   }
@@ -111,6 +112,7 @@ void SlotTable::admit(int layer, ExpertUse& use) {
     slot = slot_of_key_[victim];
     heap_remove(victim_layer, victim);
     slot_of_key_[victim] = -1;
+    mirror(victim, -1);
     --num_resident_;
     ++evicted_total_;
   }
@@ -144,10 +146,21 @@ void SlotTable::invalidate_all() {
   num_resident_ = 0;
   free_.clear();
   for (int slot = num_slots() - 1; slot >= 0; --slot) {
-    if (state_[slot] == State::kResident) slot_of_key_[key_of_slot_[slot]] = -1;
+    if (state_[slot] == State::kResident) {
+      slot_of_key_[key_of_slot_[slot]] = -1;
+      mirror(key_of_slot_[slot], -1);
+    }
     state_[slot] = State::kFree;
     key_of_slot_[slot] = -1;
     free_.push_back(slot);
+  }
+}
+
+void SlotTable::set_mirror(std::int32_t* slot_of) {
+  mirror_ = slot_of;
+  for (std::size_t k = 0; k < slot_of_key_.size(); ++k) {
+    const std::int32_t slot = slot_of_key_[k];
+    mirror(static_cast<std::int32_t>(k), slot >= 0 && state_[slot] == State::kResident ? slot : -1);
   }
 }
 
@@ -279,6 +292,11 @@ void SlotTable::check_integrity() const {
   int mapped = 0;
   for (std::size_t k = 0; k < slot_of_key_.size(); ++k) {
     const std::int32_t slot = slot_of_key_[k];
+    const std::int32_t readable = slot >= 0 && state_[slot] == State::kResident ? slot : -1;
+    if (mirror_ != nullptr && mirror_[k] != readable) {
+      broken("record " + std::to_string(k) + " is mirrored in slot " + std::to_string(mirror_[k]) + ", not " +
+             std::to_string(readable));
+    }
     if (slot < 0) {
       if (heap_position_[k] >= 0) broken("record " + std::to_string(k) + " is in a heap but in no slot");
       continue;

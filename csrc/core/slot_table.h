@@ -74,6 +74,10 @@ class SlotTable {
     }
   }
 
+  // From here on `slot_of` ([num_layers, num_experts], perhaps shared memory) says what lookup() does; readers may be
+  // elsewhere. Null: no longer.
+  void set_mirror(std::int32_t* slot_of);
+
   // Throws std::logic_error naming the first contradiction.
   void check_integrity() const;
 
@@ -97,6 +101,9 @@ class SlotTable {
   void refresh_top(int layer);
   int worst_layer() const;
   void release(std::int32_t slot);
+  void mirror(std::int32_t key, std::int32_t slot) {
+    if (mirror_ != nullptr) std::atomic_ref<std::int32_t>(mirror_[key]).store(slot, std::memory_order_relaxed);
+  }
 
   int num_layers_;
   int num_experts_;
@@ -123,6 +130,7 @@ class SlotTable {
   std::uint64_t num_publishes_ = 0;
   std::int64_t evicted_total_ = 0;
   int num_resident_ = 0;
+  std::int32_t* mirror_ = nullptr;
   std::atomic<bool> owned_{false};
 };
 

@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr ft::MailboxGeometry kGeometry{8, 2, 16, 3, 5};
+constexpr ft::MailboxGeometry kGeometry{8, 2, 16, 3, 5, 6};
 
 template <class Function>
 std::string message_of(const Function& function) {
@@ -113,18 +113,20 @@ void test_layout() {
   const auto* header = reinterpret_cast<const ft::MailboxHeader*>(segment->data());
   CHECK(std::memcmp(header->magic, "FTMAILBX", 8) == 0 && header->epoch == 7 && header->max_entries == 5);
   const ft::MailboxOffsets& o = header->offsets;
-  const std::uint64_t offsets[] = {o.req,     o.plan,  o.part,        o.abort,   o.request, o.hidden, o.ids,
-                                   o.weights, o.admit, o.plan_header, o.entries, o.routes,  o.ring,   o.partial};
+  const std::uint64_t offsets[] = {o.req,     o.plan,   o.part,    o.abort, o.request,
+                                   o.hidden,  o.ids,    o.weights, o.admit, o.plan_header,
+                                   o.entries, o.routes, o.slot_of, o.ring,  o.partial};
   std::uint64_t previous = 0;
   for (const std::uint64_t offset : offsets) {
     CHECK(offset % ft::kLineBytes == 0 && offset >= previous + ft::kLineBytes);
     previous = offset;
   }
-  CHECK(o.partial + kGeometry.max_tokens * kGeometry.top_k * kGeometry.hidden * sizeof(float) <= o.total_bytes);
+  CHECK(o.partial + kGeometry.max_shared_tokens * kGeometry.top_k * kGeometry.hidden * sizeof(float) <= o.total_bytes);
   CHECK(o.total_bytes == ft::Mailbox::required_bytes(kGeometry));
   CHECK(reinterpret_cast<std::byte*>(mailbox->partial()) == segment->data() + o.partial);
 
   auto mirror = ft::Mailbox::attach(ft::SharedSegment::attach(segment->fd(), segment->size_bytes(), "mirror"));
+  for (int i = 0; i < 3 * 5; ++i) CHECK(mirror->slot_of()[i] == -1);
   CHECK(mirror->epoch() == 7 && mirror->geometry().num_experts == 5);
   mailbox->hidden()[3] = 2.5f;
   CHECK(mirror->hidden()[3] == 2.5f);
@@ -136,6 +138,13 @@ void test_refusals() {
   CHECK(message_of([] { ft::Mailbox::required_bytes({0, 2, 16, 3, 5}); }).find("max_tokens 0") != std::string::npos);
   CHECK(message_of([] { ft::Mailbox::required_bytes({8, 2, 16, 3, 1u << 20}); }).find("num_experts 1048576") !=
         std::string::npos);
+  CHECK(message_of([] { ft::Mailbox::required_bytes({8, 2, 16, 3, 5, 9}); }).find("max_shared_tokens 9") !=
+        std::string::npos);
+  ft::MailboxGeometry unlimited = kGeometry;
+  unlimited.max_shared_tokens = 0;  // means max_tokens
+  ft::MailboxGeometry full = kGeometry;
+  full.max_shared_tokens = 8;
+  CHECK(ft::Mailbox::required_bytes(unlimited) == ft::Mailbox::required_bytes(full));
   auto small = ft::SharedSegment::create("small", 4096);
   CHECK(message_of([&] { ft::Mailbox::create(small, 1, kGeometry); }).find("4096") != std::string::npos);
   CHECK(message_of([&] { ft::Mailbox::attach(small); }).find("no mailbox") != std::string::npos);

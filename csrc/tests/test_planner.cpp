@@ -14,23 +14,23 @@ using ft::EntryKind;
 using ft::PlanEntry;
 using ft::PlanHeader;
 
-constexpr ft::MailboxGeometry kGeometry{12, 3, 16, 2, 10};
+constexpr ft::MailboxGeometry kGeometry{12, 3, 16, 2, 10, 8};
 constexpr int kMaxEntries = 10;
 
 struct Planned {
-  bool valid;
+  ft::AbortReason refusal;
   PlanHeader header{};
   std::vector<PlanEntry> entries;
   std::vector<std::int32_t> routes;
 };
 
 Planned make_plan(ft::LayerPlanner& planner, ft::SlotTable& slots, int layer, const std::vector<std::int32_t>& ids,
-                  const std::vector<std::uint8_t>& admit, double fraction, bool in_place) {
+                  const std::vector<std::uint8_t>& admit, double fraction, bool in_place, bool device_only = false) {
   Planned planned{};
   planned.entries.resize(kMaxEntries);
   planned.routes.assign(kGeometry.max_tokens * kGeometry.top_k, -7);
-  const ft::PublishView publish{layer, static_cast<int>(admit.size()), 3, ids.data(), admit.data()};
-  planned.valid =
+  const ft::PublishView publish{layer, static_cast<int>(admit.size()), 3, ids.data(), admit.data(), device_only};
+  planned.refusal =
       planner.plan(publish, slots, fraction, in_place, planned.header, planned.entries.data(), planned.routes.data());
   return planned;
 }
@@ -43,12 +43,21 @@ void test_rounding() {
   }
 }
 
-void test_random_publishes(int num_slots, double fraction, bool in_place, unsigned seed) {
+// unreadable_percent: share of the records that the device cannot fetch.
+void test_random_publishes(int num_slots, double fraction, bool in_place, unsigned seed, unsigned unreadable_percent) {
   std::mt19937 random(seed);
-  ft::LayerPlanner planner(kGeometry, kMaxEntries);
+  std::vector<std::uint8_t> fetchable(unreadable_percent > 0 ? 20 : 0, 1);
+  for (std::uint8_t& record : fetchable) record = random() % 100 >= unreadable_percent;
+  const auto can_fetch = [&](int layer, int expert) { return fetchable.empty() || fetchable[layer * 10 + expert]; };
+  ft::LayerPlanner planner(kGeometry, kMaxEntries, fetchable);
   ft::SlotTable slots(2, 10, num_slots, ft::SlotPolicy::kCrf, 16.0);
+  std::vector<std::int32_t> slot_of(20, 77);
+  slots.set_mirror(slot_of.data());
+  int refusals = 0;
   for (int step = 0; step < 800; ++step) {
-    const int num_tokens = 1 + static_cast<int>(random() % kGeometry.max_tokens);
+    const bool device_only = random() % 4 == 0;
+    const int max_tokens = static_cast<int>(device_only ? kGeometry.max_tokens : kGeometry.max_shared_tokens);
+    const int num_tokens = 1 + static_cast<int>(random() % max_tokens);
     std::vector<std::int32_t> ids(num_tokens * 3);
     std::vector<std::uint8_t> admit(num_tokens);
     std::map<int, std::vector<std::int32_t>> by_expert;
@@ -65,8 +74,23 @@ void test_random_publishes(int num_slots, double fraction, bool in_place, unsign
       }
     }
     const int layer = static_cast<int>(random() % 2);
-    const Planned planned = make_plan(planner, slots, layer, ids, admit, fraction, in_place);
-    CHECK(planned.valid);
+    std::set<int> mirrored;
+    for (int expert = 0; expert < 10; ++expert) {
+      const bool was_filled = slots.lookup(layer, expert) >= 0;
+      CHECK(was_filled == (slot_of[layer * 10 + expert] >= 0));
+      if (was_filled) mirrored.insert(expert);
+    }
+    const Planned planned = make_plan(planner, slots, layer, ids, admit, fraction, in_place, device_only);
+    slots.check_integrity();  // compares the mirror as well
+    if (planned.refusal == ft::AbortReason::kNotFetchable) {
+      // Slots that were being filled before have become readable: a record without a slot is enough for a refusal.
+      CHECK(device_only && std::any_of(by_expert.begin(), by_expert.end(), [&](const auto& use) {
+              return !can_fetch(layer, use.first) && mirrored.count(use.first) == 0;
+            }));
+      ++refusals;
+      continue;
+    }
+    CHECK(planned.refusal == ft::AbortReason::kNone);
     const PlanHeader& header = planned.header;
     CHECK(header.num_entries() == by_expert.size());
     std::size_t next_route = 0;
@@ -86,6 +110,8 @@ void test_random_publishes(int num_slots, double fraction, bool in_place, unsign
       next_route += found->second.size();
       by_expert.erase(found);
       CHECK((entry.source_slot >= 0) == (kind == EntryKind::kHit && !in_place));
+      CHECK(kind == EntryKind::kCpu || entry.source_slot >= 0 || can_fetch(layer, entry.expert));
+      CHECK(!device_only || kind != EntryKind::kCpu);
       if (entry.source_slot >= 0) CHECK(sources.insert(entry.source_slot).second);
       if (entry.destination_slot >= 0) {
         CHECK(kind == EntryKind::kFetch && admitting.count(entry.expert) && entry.destination_slot < num_slots);
@@ -96,12 +122,18 @@ void test_random_publishes(int num_slots, double fraction, bool in_place, unsign
     CHECK(destinations.size() == header.num_admitted);
     for (const int slot : destinations) CHECK(sources.count(slot) == 0);  // no victim among the named
     const int misses = static_cast<int>(header.num_fetches + header.num_cpu);
-    CHECK(static_cast<int>(header.num_fetches) == (in_place ? 0 : ft::plan_num_fetches(fraction, misses)));
-    if (in_place) CHECK(misses == 0);
-    slots.check_integrity();
+    const int wanted = in_place ? 0 : device_only ? misses : ft::plan_num_fetches(fraction, misses);
+    CHECK(static_cast<int>(header.num_fetches) <= wanted);
+    if (static_cast<int>(header.num_fetches) < wanted) {  // then everything left is out of the device's reach
+      for (std::uint32_t i = header.num_hits + header.num_fetches; i < header.num_entries(); ++i) {
+        CHECK(!can_fetch(layer, planned.entries[i].expert));
+      }
+    }
+    if (in_place && fetchable.empty()) CHECK(misses == 0);
     CHECK(slots.num_in_flight() == static_cast<int>(header.num_admitted));
   }
   if (in_place) CHECK(slots.num_free() == num_slots);
+  CHECK((refusals > 0) == !fetchable.empty());
 }
 
 void test_best_scored_are_fetched() {
@@ -115,12 +147,19 @@ void test_best_scored_are_fetched() {
 void test_values_out_of_range() {
   ft::LayerPlanner planner(kGeometry, kMaxEntries);
   ft::SlotTable slots(2, 10, 4, ft::SlotPolicy::kCrf, 16.0);
-  CHECK(!make_plan(planner, slots, 0, {1, 10, 2}, {1}, 1.0, false).valid);
-  CHECK(!make_plan(planner, slots, 0, {1, -2, 2}, {1}, 1.0, false).valid);
-  CHECK(!make_plan(planner, slots, 2, {1, 0, 2}, {1}, 1.0, false).valid);
+  const auto refused = [&](int layer, const std::vector<std::int32_t>& ids, std::size_t tokens, bool device_only) {
+    const std::vector<std::uint8_t> admit(tokens, 1);
+    return make_plan(planner, slots, layer, ids, admit, 1.0, false, device_only).refusal ==
+           ft::AbortReason::kBadPublish;
+  };
+  CHECK(refused(0, {1, 10, 2}, 1, false) && refused(0, {1, -2, 2}, 1, false) && refused(2, {1, 0, 2}, 1, false));
+  const std::vector<std::int32_t> padding(13 * 3, -1);
+  CHECK(!refused(0, padding, 8, false) && refused(0, padding, 9, false));
+  CHECK(!refused(0, padding, 12, true) && refused(0, padding, 13, true));
   CHECK(slots.num_free() == 4);
   const Planned planned = make_plan(planner, slots, 0, {1, 1, 2}, {1}, 1.0, false);  // nothing was left behind
-  CHECK(planned.valid && planned.header.num_entries() == 2 && planned.entries[0].num_routes == 2);
+  CHECK(planned.refusal == ft::AbortReason::kNone && planned.header.num_entries() == 2 &&
+        planned.entries[0].num_routes == 2);
   CHECK(make_plan(planner, slots, 0, {-1, -1, -1}, {1}, 1.0, false).header.num_entries() == 0);
 }
 
@@ -130,9 +169,11 @@ int main() {
   test_rounding();
   unsigned seed = 1;
   for (const int num_slots : {0, 3, 8, 20}) {
-    for (const double fraction : {0.0, 0.5, 1.0}) test_random_publishes(num_slots, fraction, false, seed++);
+    for (const double fraction : {0.0, 0.5, 1.0}) {
+      for (const unsigned unreadable : {0u, 30u}) test_random_publishes(num_slots, fraction, false, seed++, unreadable);
+    }
   }
-  test_random_publishes(0, 0.5, true, seed++);
+  for (const unsigned unreadable : {0u, 30u}) test_random_publishes(0, 0.5, true, seed++, unreadable);
   test_best_scored_are_fetched();
   test_values_out_of_range();
   return 0;

@@ -77,10 +77,15 @@ class ExpertCacheService(Service):
 
     def _share_new_mailbox(self) -> Mailbox:
         model, max_tokens = self.spec.model, self.spec.plan.max_batch_tokens
-        geometry = (max_tokens, model.num_experts_per_tok, model.hidden_size)
-        size_bytes = Mailbox.required_bytes(*geometry, model.num_experts)
-        segment = SharedSegment.create("freetoken-mailbox", size_bytes)
-        mailbox = Mailbox.create(segment, self.epoch, *geometry, len(model.moe_layers), model.num_experts)
+        geometry = (
+            max_tokens,
+            model.num_experts_per_tok,
+            model.hidden_size,
+            len(model.moe_layers),
+            model.num_experts,
+        )
+        segment = SharedSegment.create("freetoken-mailbox", Mailbox.required_bytes(*geometry))
+        mailbox = Mailbox.create(segment, self.epoch, *geometry)
         for peer in (ActorName.CPU_EXECUTOR, ActorName.GPU_EXECUTOR):
             self.endpoint.send(peer, MailboxShared(self.epoch, segment.size_bytes), [segment.fd])
         return mailbox

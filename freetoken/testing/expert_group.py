@@ -31,11 +31,9 @@ class ExpertGroup:
     ) -> None:
         """``arena.num_slots`` slots of ``layout.stride_bytes``; one record layout for all layers."""
         num_layers, num_experts = len(spec.moe_layers), spec.num_experts
-        size = _native.Mailbox.required_bytes(max_tokens, spec.num_experts_per_tok, spec.hidden_size, num_experts)
-        segment = _native.SharedSegment.create("mailbox", size)
-        self.mailbox = _native.Mailbox.create(
-            segment, 1, max_tokens, spec.num_experts_per_tok, spec.hidden_size, num_layers, num_experts
-        )
+        geometry = (max_tokens, spec.num_experts_per_tok, spec.hidden_size, num_layers, num_experts)
+        segment = _native.SharedSegment.create("mailbox", _native.Mailbox.required_bytes(*geometry))
+        self.mailbox = _native.Mailbox.create(segment, 1, *geometry)
         self.slots = _native.SlotTable(num_layers, num_experts, arena.num_slots, policy)
         self.cache_server = _native.CacheServer(
             self.mailbox, self.slots, fetch_fraction, in_place, 0, [layout.stride_bytes] * num_layers

@@ -20,7 +20,7 @@ class Group:
     """The three parties in this process; stopped at the end of the test."""
 
     def __init__(self, bank, num_slots=6, fraction=0.5, in_place=False, deterministic=False, policy="crf", timeout=60):
-        size = _native.Mailbox.required_bytes(MAX_TOKENS, K, H, E)
+        size = _native.Mailbox.required_bytes(MAX_TOKENS, K, H, L, E)
         self.segment = _native.SharedSegment.create("mailbox", size)
         self.mailbox = _native.Mailbox.create(self.segment, 5, MAX_TOKENS, K, H, L, E)
         self.slots = _native.SlotTable(L, E, num_slots, policy)
@@ -230,9 +230,9 @@ def test_stopping_a_server_aborts_what_it_leaves_unanswered(bank, make_group):
 def test_mailbox_refusals():
     required = _native.Mailbox.required_bytes
     with pytest.raises(ValueError, match="hidden 0"):
-        required(MAX_TOKENS, K, 0, E)
+        required(MAX_TOKENS, K, 0, L, E)
     with pytest.raises(ValueError, match="top_k -1"):
-        required(MAX_TOKENS, -1, H, E)
+        required(MAX_TOKENS, -1, H, L, E)
     small = _native.SharedSegment.create("small", 4096)
     with pytest.raises(ValueError, match="smaller"):
         _native.Mailbox.create(small, 1, MAX_TOKENS, K, H, L, E)

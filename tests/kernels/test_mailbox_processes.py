@@ -17,7 +17,7 @@ def bank():
 
 @pytest.fixture
 def mailbox_segment():
-    segment = _native.SharedSegment.create("mailbox", _native.Mailbox.required_bytes(MAX_TOKENS, K, H, E))
+    segment = _native.SharedSegment.create("mailbox", _native.Mailbox.required_bytes(MAX_TOKENS, K, H, L, E))
     _native.Mailbox.create(segment, 3, MAX_TOKENS, K, H, L, E)
     return segment
 
