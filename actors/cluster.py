@@ -150,6 +150,13 @@ def connect(config: RayConfig) -> Cluster:
     return attach(address, config.namespace) if address else start_local(config)
 
 
+def is_connected() -> bool:
+    """Whether this process is part of a cluster."""
+    import ray
+
+    return bool(ray.is_initialized())
+
+
 def disconnect() -> None:
     """Leave the cluster; one that was started here ends."""
     import ray
@@ -159,6 +166,7 @@ def disconnect() -> None:
 
 def _init(**arguments: Any) -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # a call after the end must fail, not start a cluster of its own
     import ray
 
     try:

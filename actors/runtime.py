@@ -129,16 +129,19 @@ class RayRuntime:
         return await read_overview(self._client, max_age_s)
 
     async def stop(self) -> None:
-        """See ``Runtime.stop``. Also leaves the cluster."""
+        """See ``Runtime.stop``. Also leaves the cluster, unless cancelled; ``kill`` may follow then."""
         try:
             if self._client is not None:
                 await stop_engine(self._namespace)
-        finally:
+        except Exception:
             cluster.disconnect()
+            raise
+        cluster.disconnect()
 
     def kill(self) -> None:
         """See ``Runtime.kill``."""
-        kill_engine(self._namespace)
+        if self._client is not None and cluster.is_connected():
+            kill_engine(self._namespace)
         cluster.disconnect()
 
 

@@ -122,6 +122,7 @@ class Launch:
         self._view = view
         self._detach = detach
         self._ready_file = ready_file
+        self._started = False
         self._signals = 0
         self._first = asyncio.Event()
         self._second = asyncio.Event()
@@ -156,6 +157,7 @@ class Launch:
         except FreeTokenError as error:
             self._view.close()
             return report(error)
+        self._started = True
         self._view.notes(self._runtime.notes())
         was_ready = False
         lost_since: float | None = None
@@ -204,7 +206,8 @@ class Launch:
 
     async def _stop(self) -> bool:
         """In order; false when a second signal cut it short."""
-        self._view.stopping()
+        if self._started:
+            self._view.stopping()
         try:
             if await self._unless(self._second, self._runtime.stop()):
                 return True

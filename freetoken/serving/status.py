@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from freetoken.launch_spec import LaunchSpec
@@ -74,7 +75,8 @@ class EngineView:
         except Exception as error:
             logger.warning("event=control_unreachable question=actors error=%r", str(error))
             return [own]
-        return [own if actor.name is own.name else actor for actor in others] or [own]
+        # Of itself an actor knows everything but how often it died.
+        return [replace(own, restarts=actor.restarts) if actor.name is own.name else actor for actor in others] or [own]
 
     async def health(self) -> HealthView:
         """The worse of this actor's state and the Controller's judgement."""

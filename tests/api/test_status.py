@@ -196,7 +196,7 @@ async def test_metrics(checkpoint: Path) -> None:
     assert families["freetoken_kv_allocator_free_blocks"].type == "gauge"
     assert samples["freetoken_gpu_executor_odd_key_",] == 1.5
     assert samples["freetoken_actor_up", ("actor", "Scheduler"), ("state", "serving")] == 1.0
-    assert samples["freetoken_actor_restarts_total", ("actor", "ApiFront")] == 0.0
+    assert samples["freetoken_actor_restarts_total", ("actor", "ApiFront")] == 7.0
     assert samples["freetoken_api_front_requests_limit",] == 320.0
     assert samples["freetoken_output_tokens_total",] == 3 + len(site.ids("hello world")) + 1
     assert samples["freetoken_time_to_first_token_seconds_count",] == 2
