@@ -15,6 +15,7 @@ COMMANDS = {
     "stop": "stop the running engine",
     "convert": "convert a checkpoint into the FTW format",
     "verify": "check every checksum of an FTW checkpoint",
+    "synth": "make a checkpoint of random weights with the dimensions of a real model",
     "demo": "launch a small real model and ask it a question",
 }
 """Command -> help; the module is ``freetoken.cli.<command>``."""
