@@ -4,11 +4,13 @@
 #include <sched.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <memory>
 #include <set>
 #include <utility>
+
+#include "text_file.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -57,11 +59,13 @@ CpuFeatures detect() {
 CpuFeatures detect() { return {}; }
 #endif
 
+// -1 when the kernel does not say.
 int read_topology(int cpu, const char* name) {
-  std::ifstream file("/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/" + name);
-  int value = -1;
-  file >> value;
-  return file ? value : -1;
+  const auto text = read_text_file("/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/" + name);
+  if (!text) return -1;
+  char* end = nullptr;
+  const long value = std::strtol(text->c_str(), &end, 10);
+  return end == text->c_str() ? -1 : static_cast<int>(value);
 }
 
 }  // namespace

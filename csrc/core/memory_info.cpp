@@ -1,32 +1,42 @@
 #include "memory_info.h"
 
 #include <algorithm>
-#include <fstream>
+#include <cctype>
+#include <cstdlib>
 #include <optional>
-#include <sstream>
 #include <string>
+
+#include "text_file.h"
 
 namespace ft {
 namespace {
 
 constexpr const char* kCgroupRoot = "/sys/fs/cgroup";
 
+// Nothing unless the text begins with digits, after blanks ("max" does not).
+std::optional<std::uint64_t> parse_number(const char* text) {
+  while (*text == ' ' || *text == '\t') ++text;
+  if (std::isdigit(static_cast<unsigned char>(*text)) == 0) return std::nullopt;
+  return std::strtoull(text, nullptr, 10);
+}
+
 std::optional<std::uint64_t> read_number(const std::string& path) {
-  std::ifstream file(path);
-  std::uint64_t value = 0;
-  if (file >> value) return value;
-  return std::nullopt;  // absent, or "max"
+  const auto text = read_text_file(path);
+  return text ? parse_number(text->c_str()) : std::nullopt;
 }
 
 // The value behind `key` in a file of "key value" lines.
 std::optional<std::uint64_t> read_entry(const std::string& path, const std::string& key) {
-  std::ifstream file(path);
-  std::string line;
-  while (std::getline(file, line)) {
-    std::istringstream words(line);
-    std::string name;
-    std::uint64_t value = 0;
-    if (words >> name >> value && name == key) return value;
+  const auto text = read_text_file(path);
+  if (!text) return std::nullopt;
+  for (std::size_t line = 0; line < text->size();) {
+    const std::size_t after = line + key.size();
+    if (text->compare(line, key.size(), key) == 0 && after < text->size() && std::isspace((*text)[after]) != 0) {
+      return parse_number(text->c_str() + after);
+    }
+    const std::size_t newline = text->find('\n', line);
+    if (newline == std::string::npos) break;
+    line = newline + 1;
   }
   return std::nullopt;
 }
@@ -43,13 +53,15 @@ std::uint64_t room_in_cgroup(const std::string& directory) {
   return *limit - std::min(*limit, held);
 }
 
+// Path of this process's version 2 group below the root.
 std::string own_cgroup() {
-  std::ifstream file("/proc/self/cgroup");
-  std::string line;
-  while (std::getline(file, line)) {
-    if (line.rfind("0::", 0) == 0) return line.substr(3);
-  }
-  return "";
+  const auto text = read_text_file("/proc/self/cgroup");
+  if (!text) return "";
+  const std::size_t begin = text->rfind("0::", 0) == 0 ? 0 : text->find("\n0::");
+  if (begin == std::string::npos) return "";
+  const std::size_t path = text->find('/', begin);
+  if (path == std::string::npos) return "";
+  return text->substr(path, text->find('\n', path) - path);
 }
 
 }  // namespace
