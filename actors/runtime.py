@@ -56,6 +56,8 @@ class RayRuntime:
         self._launcher = launcher
         self._services = services
         self._policy = policy
+        self._silence_s = (policy or SupervisionPolicy.from_config(spec.config.health)).ping_timeout_s
+        self._controller: ProcessId | None = None
         self._warning = ""
         self._client: ControllerClient | None = None
 
@@ -100,6 +102,7 @@ class RayRuntime:
                 f"the Controller could not be started: {error or f'no answer within {_CREATE_S:g} s'}"
             ) from error
         self._warning = info.warning
+        self._controller = info.process
 
     def _check_resources(self) -> None:
         if self._spec.config.device != "cuda":
@@ -126,7 +129,23 @@ class RayRuntime:
         """See ``Runtime.overview``."""
         if self._client is None:
             raise FreeTokenError("the engine was not started")
-        return await read_overview(self._client, max_age_s)
+        try:
+            overview = await read_overview(self._client, max_age_s, self._silence_s)
+        except ControllerSilentError:
+            self._end_silent_controller()
+            raise
+        status = overview.of(ActorName.CONTROLLER)
+        self._controller = identify(status.pid) if status is not None else None
+        return overview
+
+    def _end_silent_controller(self) -> None:
+        """The Controller watches the others, its launcher watches it. Ray restarts it, and nothing else notices."""
+        if self._controller is not None:
+            log.warning("event=controller_silent pid=%d limit_s=%g", self._controller.pid, self._silence_s)
+            watch = ProcessWatch(self._controller)
+            watch.kill()
+            watch.close()
+            self._controller = None
 
     async def stop(self) -> None:
         """See ``Runtime.stop``. Also leaves the cluster, unless cancelled; ``kill`` may follow then."""
@@ -145,12 +164,16 @@ class RayRuntime:
         cluster.disconnect()
 
 
-async def read_overview(client: ControllerClient, max_age_s: float = 0.0) -> Overview:
-    """The Controller's overview. Raises ``FreeTokenError`` when it does not answer in time."""
+class ControllerSilentError(FreeTokenError):
+    """The Controller's process may be there, but it does not answer."""
+
+
+async def read_overview(client: ControllerClient, max_age_s: float = 0.0, limit_s: float = _OVERVIEW_S) -> Overview:
+    """The Controller's overview. Raises ``ControllerSilentError``, or ``PeerLostError`` while it is being restarted."""
     try:
-        return await asyncio.wait_for(client.overview(max_age_s), _OVERVIEW_S)
+        return await asyncio.wait_for(client.overview(max_age_s), limit_s)
     except asyncio.TimeoutError:
-        raise FreeTokenError(f"the Controller did not answer within {_OVERVIEW_S:g} s") from None
+        raise ControllerSilentError(f"the Controller did not answer within {limit_s:g} s") from None
 
 
 async def stop_engine(namespace: str) -> bool:

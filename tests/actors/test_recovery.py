@@ -64,13 +64,14 @@ def test_controller_and_weight_streamer_die_together(engine: Engine) -> None:
     assert (engine.reads, engine.store_inodes(after)) == (1, store)
 
 
-def test_a_stopped_actor_is_replaced(engine: Engine) -> None:
+@pytest.mark.parametrize("name", [ActorName.EXPERT_CACHE, ActorName.CONTROLLER], ids=str)
+def test_a_stopped_actor_is_replaced(engine: Engine, name: ActorName) -> None:
     before = engine.until_answering()
-    victim = before.of(ActorName.EXPERT_CACHE)
+    victim = before.of(name)
     assert victim is not None
     os.kill(victim.pid, signal.SIGSTOP)
     after = engine.until(
-        lambda overview: overview.of(ActorName.EXPERT_CACHE).pid not in (0, victim.pid)  # type: ignore[union-attr]
+        lambda overview: overview.of(name).pid not in (0, victim.pid)  # type: ignore[union-attr]
     )
     after = engine.until_answering()
     assert all(status.state is ActorState.SERVING for status in after.actors)
