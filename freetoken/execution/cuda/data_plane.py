@@ -1,0 +1,172 @@
+"""The device's side of the mailbox: addresses, the sequence counter, and what every expert layer needs to ask and read.
+
+Sequence numbers count on the device. All that kernels get are addresses in the mailbox window, which outlive epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from freetoken._native import Mailbox
+from freetoken.errors import FreeTokenError
+from freetoken.execution.cuda.arena import CudaArena
+from freetoken.execution.cuda.host_memory import MailboxWindow, segment_address
+from freetoken.kernels.triton import mailbox as mailbox_kernels
+from freetoken.kernels.triton.mailbox import MailboxAddresses
+from freetoken.kernels.triton.plan import DevicePlan
+from freetoken.messages import ExpertCounters
+from freetoken.models.spec import RouterSpec
+from freetoken.quant.record import RecordLayout
+
+# Columns of a layer's counts, see ``DevicePlan.counts``.
+COUNT_COLUMNS = 8
+_HITS, _FETCHES, _CPU, _STATUS = 1, 2, 3, 6
+
+
+def mailbox_addresses(layout: Mapping[str, int], base: int) -> MailboxAddresses:
+    """Device addresses of a mailbox whose segment lies at ``base``."""
+    names = (
+        "req",
+        "plan",
+        "part",
+        "abort",
+        "request",
+        "hidden",
+        "ids",
+        "weights",
+        "admit",
+        "plan_header",
+        "entries",
+        "routes",
+        "partial",
+    )
+    return MailboxAddresses(**{name: base + layout[f"{name}_offset"] for name in names})
+
+
+@dataclass(frozen=True)
+class ExpertRecords:
+    """Where the device finds records: ``addresses`` int64 [L, E] on the device (0: not readable), their layouts by layer."""
+
+    addresses: Tensor
+    layouts: tuple[RecordLayout, ...]
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes of one record, by layer."""
+        return tuple(layout.stride_bytes for layout in self.layouts)
+
+
+class DataPlane:
+    """One model's mailbox as its kernels see it. Used on the stream that runs the steps.
+
+    ``counts`` int32 [L, 8] receives each layer's plan counts of the running step.
+    """
+
+    def __init__(
+        self,
+        window: MailboxWindow,
+        records: ExpertRecords,
+        arena: CudaArena,
+        router: RouterSpec,
+        limit_s: float,
+        counts: Tensor,
+    ) -> None:
+        """``limit_s``: longest wait for one layer's answer."""
+        self.window = window
+        self.records = records
+        self.router = router
+        self.counts = counts
+        self.limit_ns = int(limit_s * 1e9)
+        self._arena = arena
+        self._layout: dict[str, int] | None = None
+        self.box: MailboxAddresses | None = None
+        self.flags = 0
+        device = counts.device
+        self.seq = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def attach(self, mailbox: Mailbox) -> None:
+        """Serve this mailbox from now on. The device must be idle.
+
+        Raises ``FreeTokenError`` when its layout differs from the one before: kernels are captured with addresses.
+        """
+        layout = mailbox.layout()
+        if self._layout is not None and layout != self._layout:
+            raise FreeTokenError("the layout of the mailbox changed between epochs")
+        self.window.attach(mailbox.segment)
+        self._layout = layout
+        self.box = mailbox_addresses(layout, self.window.device_address)
+        self.flags = layout["flag_device_client"]
+        words = np.frombuffer(memoryview(mailbox.segment), np.uint32)
+        self.seq.fill_(int(words[layout["req_offset"] // 4].view(np.int32)))
+
+    @property
+    def max_shared_tokens(self) -> int:
+        """Tokens of a publish in which the CPU may take part."""
+        assert self._layout is not None
+        return self._layout["max_shared_tokens"]
+
+    def new_plan(self, tokens: int, top_k: int) -> DevicePlan:
+        """Room for the plans of publishes of ``tokens`` tokens; its counts are replaced layer by layer."""
+        max_entries = min(self.router.num_experts, tokens * top_k)
+        return DevicePlan.empty(max_entries, tokens * top_k, self.counts.device)
+
+    def layer_plan(self, plan: DevicePlan, ordinal: int) -> DevicePlan:
+        """``plan`` with the counts of expert layer ``ordinal``."""
+        return DevicePlan(self.counts[ordinal], plan.entries, plan.addresses, plan.routes, plan.on_gpu)
+
+    def publish(
+        self,
+        ordinal: int,
+        step_id: Tensor,
+        num_real: Tensor,
+        hidden: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        admit: Tensor,
+        logits: Tensor | None,
+    ) -> None:
+        """Publish T rows of an expert layer, choosing experts from ``logits`` where given."""
+        assert self.box is not None
+        router = self.router
+        mailbox_kernels.publish(
+            self.box, self.seq, step_id, num_real, hidden, ids, weights, admit, ordinal, flags=self.flags, logits=logits,
+            scoring=router.scoring, renormalize=router.renormalize, scaling=router.scaling,
+        )  # fmt: skip
+
+    def await_plan(self, ordinal: int, plan: DevicePlan) -> None:
+        """Wait for the answer to the last publish and fill ``plan`` (of this layer)."""
+        assert self.box is not None
+        mailbox_kernels.await_plan(
+            self.box, self.seq, self.records.addresses[ordinal], self._arena.slots_address,
+            self._arena.slot_stride_bytes, plan, self.limit_ns,
+        )  # fmt: skip
+
+    def await_part(self, plan: DevicePlan) -> None:
+        """Wait for the CPU share of ``plan``, if it has one."""
+        assert self.box is not None
+        mailbox_kernels.await_part(self.box, self.seq, plan, self.limit_ns)
+
+
+def read_counts(counts: np.ndarray, strides: tuple[int, ...]) -> tuple[ExpertCounters, bool]:
+    """(figures of one step, whether every wait was answered) from the layers' counts [L, 8] on the host."""
+    hits, fetches, cpu = (counts[:, column].astype(np.int64) for column in (_HITS, _FETCHES, _CPU))
+    bytes_of = np.asarray(strides, np.int64)
+    counters = ExpertCounters(
+        hits=int(hits.sum()),
+        fetches=int(fetches.sum()),
+        cpu=int(cpu.sum()),
+        fetched_bytes=int((fetches * bytes_of).sum()),
+        cpu_bytes=int((cpu * bytes_of).sum()),
+        layer_steps=len(counts),
+    )
+    return counters, not counts[:, _STATUS].any()
+
+
+def host_addresses(mailbox: Mailbox) -> MailboxAddresses:
+    """As the host itself sees the mailbox (the interpreter's "device")."""
+    return mailbox_addresses(mailbox.layout(), segment_address(mailbox.segment))

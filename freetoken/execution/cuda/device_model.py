@@ -1,0 +1,249 @@
+"""A model on the device: weights, programs, graphs and buffers. Lives as long as the arena; executors come and go.
+
+All its work goes to one stream. The mailbox window is bound to a mailbox of our own until the first epoch brings one, so
+that kernels can be compiled and graphs captured while the engine still loads: that mailbox is aborted, so every wait falls
+through and no expert runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from freetoken._native import Mailbox
+from freetoken.execution.cuda.arena import CudaArena
+from freetoken.execution.cuda.buffers import TokenBuffers, attention_shape, attention_workspace
+from freetoken.execution.cuda.data_plane import DataPlane
+from freetoken.execution.cuda.inputs import NUM_REAL_STRIDE, RequestTable, StepInputs, StepShape
+from freetoken.execution.cuda.pieces import PIECE_BUCKETS, PIECE_TOKENS, bucket_for
+from freetoken.execution.cuda.program import LayerProgram
+from freetoken.execution.cuda.report import ReportBuffers
+from freetoken.execution.cuda.sampler import DeviceSampler
+from freetoken.execution.cuda.weights import DenseWeights
+from freetoken.kernels.triton.attention import QueryBlocks, query_block_tokens
+
+logger = logging.getLogger(__name__)
+
+DECODE_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+# Query blocks of prefill use the split kernel only where few programs would read many keys.
+_PREFILL_SPLITS = 8
+_PREFILL_SPLIT_CONTEXT = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """``max_requests``: request slots. ``max_samples``: rows sampled in one step. ``max_tokens`` of one step."""
+
+    max_requests: int
+    max_samples: int
+    max_tokens: int
+    max_context_tokens: int
+    block_size: int
+    decode_batches: tuple[int, ...] = DECODE_BATCHES
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of the longest request."""
+        return -(-self.max_context_tokens // self.block_size)
+
+
+class DecodeBatch:
+    """Decoding ``size`` rows: from inputs at fixed addresses to ``logits`` [size, V]."""
+
+    def __init__(self, model: DeviceModel, size: int) -> None:
+        self._model = model
+        self.size = size
+        self.shape = StepShape(size, size)
+        self.inputs = model.inputs.device_views(self.shape)
+        self.buffers = TokenBuffers.allocate(
+            model.weights.spec, size, model.weights.compute_dtype, model.plane, model.device
+        )
+        spec, limits = model.weights.spec, model.limits
+        one = torch.ones(size, dtype=torch.int32, device=model.device)
+        first = torch.arange(size, dtype=torch.int32, device=model.device)
+        self._blocks = QueryBlocks(self.inputs["request_slot"], first, one, 1)
+        self._attention = attention_shape(size, spec.num_kv_heads, model.num_multiprocessors, limits.max_context_tokens)
+        self._work = attention_workspace(spec, size, self._attention, model.device)
+        self.logits = model.logits[:size]
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> None:
+        """Launch everything. Capturable."""
+        model = self._model
+        model.report.counts.zero_()
+        model.program.run(self.buffers, self.inputs, self._blocks, self._attention, self._work)
+        model.program.logits(self.buffers.residual, self.buffers.hidden, self.logits)
+
+    def capture(self, pool: tuple[int, int]) -> None:
+        """Record ``run`` as a graph; it must have run before, so that every kernel is compiled."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=self._model.stream, capture_error_mode="thread_local"):
+            self.run()
+        self.graph = graph
+
+    def launch(self) -> None:
+        """Replay the graph, or run eagerly while there is none."""
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self.run()
+
+
+class PieceBatch:
+    """Prefill of up to ``bucket`` tokens, run eagerly on the step's inputs from a token offset on."""
+
+    def __init__(self, model: DeviceModel, bucket: int) -> None:
+        self._model = model
+        self.bucket = bucket
+        weights = model.weights
+        self.buffers = TokenBuffers.allocate(weights.spec, bucket, weights.compute_dtype, model.plane, model.device)
+        spec = weights.spec
+        self.tokens_per_block = query_block_tokens(spec.num_heads, spec.num_kv_heads)
+        split = attention_shape(1, 1, 1, 1)
+        self._whole = split
+        self._split = type(split)(splits=_PREFILL_SPLITS)
+        self._work = attention_workspace(spec, bucket, self._split, model.device)
+
+    def run(
+        self, inputs: Mapping[str, Tensor], number: int, offset: int, blocks: tuple[int, int], max_context: int
+    ) -> None:
+        """Run piece ``number``, whose tokens start at ``offset`` and whose query blocks are ``blocks[0]:blocks[1]``.
+        ``max_context``: keys that its last token sees."""
+        spec, model = self._model.weights.spec, self._model
+        tokens = slice(offset, offset + self.bucket)
+        mine = dict(inputs)
+        for name in ("token", "position", "request_slot", "slot_mapping", "admit"):
+            mine[name] = inputs[name][tokens]
+        at = number * NUM_REAL_STRIDE
+        mine["num_real"] = inputs["num_real"][at : at + 1]
+        few = (blocks[1] - blocks[0]) * spec.num_kv_heads * 2 <= model.num_multiprocessors
+        shape = self._split if few and max_context > _PREFILL_SPLIT_CONTEXT else self._whole
+        part = slice(*blocks)
+        query_blocks = QueryBlocks(
+            inputs["block_row"][part], inputs["block_first"][part], inputs["block_count"][part], self.tokens_per_block
+        )
+        model.program.run(self.buffers, mine, query_blocks, shape, self._work)
+
+
+class DeviceModel:
+    """See the module docstring. Not thread-safe: used by the step thread, and by the loader before it."""
+
+    def __init__(
+        self,
+        weights: DenseWeights,
+        arena: CudaArena,
+        plane: DataPlane | None,
+        report: ReportBuffers,
+        limits: DeviceLimits,
+    ) -> None:
+        self.weights = weights
+        self.arena = arena
+        self.plane = plane
+        self.report = report
+        self.limits = limits
+        self.device = arena.device
+        self.on_gpu = self.device.type == "cuda"
+        self.stream = torch.cuda.Stream(self.device) if self.on_gpu else None
+        properties = torch.cuda.get_device_properties(self.device) if self.on_gpu else None
+        self.num_multiprocessors: int = properties.multi_processor_count if properties else 4
+        spec = weights.spec
+        self.table = RequestTable(limits.max_requests, limits.max_blocks, self.device)
+        padded = max(limits.max_tokens, limits.max_samples) + PIECE_TOKENS
+        pieces = limits.max_tokens // PIECE_TOKENS + 2
+        largest = StepShape(padded, limits.max_samples, padded + 4 * pieces, pieces)
+        self.inputs = StepInputs(largest, self.device)
+        self.logits = torch.zeros((limits.max_samples, spec.vocab_size), dtype=torch.float32, device=self.device)
+        self.sampled_rows = torch.zeros((limits.max_samples, spec.hidden_size), dtype=torch.float32, device=self.device)
+        self.normed_rows = torch.zeros(
+            (limits.max_samples, spec.hidden_size), dtype=weights.compute_dtype, device=self.device
+        )
+        self.sampler = DeviceSampler(limits.max_samples, spec.vocab_size, self.device)
+        self.program = LayerProgram(weights, arena, self.table, plane)
+        self.decode_batches: dict[int, DecodeBatch] = {}
+        self._pieces: dict[int, PieceBatch] = {}
+
+    def attach(self, mailbox: Mailbox | None) -> None:
+        """Serve this mailbox from the next step on. No step may be running."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+        if self.plane is not None:
+            assert mailbox is not None
+            with self.on_stream():
+                self.plane.attach(mailbox)
+        self.table.clear()
+
+    def on_stream(self) -> torch.cuda.StreamContext:
+        """Context in which launches go to this model's stream."""
+        return torch.cuda.stream(self.stream)
+
+    def prepare(self, on_progress: Callable[[int, int, str], None], capture: bool = True) -> None:
+        """Compile every kernel and capture a graph for each decode batch size, smallest first. The attached mailbox must
+        be aborted, or nothing serves it."""
+        sizes = [size for size in self.limits.decode_batches if size <= self.limits.max_samples]
+        buckets = PIECE_BUCKETS
+        total = len(sizes) + len(buckets)
+        done = 0
+        with self.on_stream():
+            for bucket in buckets:
+                on_progress(done, total, f"compiling kernels for {bucket} tokens")
+                self._warm_up_piece(bucket)
+                done += 1
+            pool = torch.cuda.graph_pool_handle() if self.on_gpu else (0, 0)
+            for size in sizes:
+                on_progress(done, total, f"capturing a graph for {size} requests")
+                batch = self.decode_batches[size] = DecodeBatch(self, size)
+                self._fill_padding(batch.shape)
+                batch.run()
+                if self.on_gpu:
+                    torch.cuda.synchronize(self.device)
+                    if capture:
+                        batch.capture(pool)
+                        torch.cuda.synchronize(self.device)
+                for greedy in (True, False):
+                    self.sampler.run(batch.logits, batch.inputs, greedy, self.report, self.table)
+                done += 1
+            if self.on_gpu:
+                torch.cuda.synchronize(self.device)
+        on_progress(total, total, "")
+
+    def piece(self, bucket: int) -> PieceBatch:
+        """The batch for prefill pieces of ``bucket`` tokens."""
+        if bucket not in self._pieces:
+            self._pieces[bucket] = PieceBatch(self, bucket)
+        return self._pieces[bucket]
+
+    def decode_batch(self, rows: int) -> DecodeBatch | None:
+        """The smallest batch that holds ``rows``; None when none does."""
+        sizes = sorted(self.decode_batches)
+        if not sizes or rows > sizes[-1]:
+            return None
+        return self.decode_batches[bucket_for(rows, sizes)]
+
+    def _warm_up_piece(self, bucket: int) -> None:
+        batch = self.piece(bucket)
+        shape = StepShape(bucket, 1, 1)
+        views = self._fill_padding(shape)
+        inputs = self.inputs.device_views(shape)
+        del views
+        for context in (1, _PREFILL_SPLIT_CONTEXT + 1):
+            batch.run(inputs, 0, 0, (0, 1), context)
+
+    def _fill_padding(self, shape: StepShape) -> dict[str, np.ndarray]:
+        """A step in which nothing is real. Query blocks cover one padding token."""
+        views = self.inputs.host_views(shape)
+        for view in views.values():
+            view[...] = 0
+        views["position"][...] = -1
+        views["slot_mapping"][...] = -1
+        views["block_count"][...] = 1
+        views["temperature"][...] = 1.0
+        views["top_p"][...] = 1.0
+        self.inputs.upload(shape)
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+        return views

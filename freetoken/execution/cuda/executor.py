@@ -1,0 +1,402 @@
+"""Steps on the CUDA device. A step is *enqueued* (everything is launched, nothing awaited) and later *finished*; the step
+thread enqueues step n + 1 before it finishes step n.
+
+Between the two, tokens that only the device knows stand as -1 in their request's state. Rows whose sampling needs the
+request's history or log-probabilities are sampled on the host when the step is finished; a plan that goes on with such a
+request must not be enqueued before (``must_finish_first``).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from freetoken._native import Mailbox
+from freetoken.execution.batch_state import BatchState, InvalidPlanError, RequestState
+from freetoken.execution.cuda.data_plane import read_counts
+from freetoken.execution.cuda.device_model import DeviceModel
+from freetoken.execution.cuda.inputs import NUM_REAL_STRIDE, StepShape
+from freetoken.execution.cuda.pieces import Piece, cut_pieces, query_blocks
+from freetoken.execution.cuda.report import Report
+from freetoken.execution.cuda.sampler import samples_on_host
+from freetoken.execution.cuda.watchdog import Watchdog
+from freetoken.execution.sampling import Sampled, sample
+from freetoken.execution.step_executor import StepLimits
+from freetoken.messages import ActorName, ExpertCounters, RowResult, StepFailed, StepPlan, StepResult, StepRow
+
+logger = logging.getLogger(__name__)
+
+_SEED_MASK = (1 << 63) - 1
+
+
+@dataclass(slots=True)
+class Draw:
+    """A sampled row of a step under way: its request, where its token goes, and its number among the sampled rows."""
+
+    state: RequestState
+    token_index: int
+    row: int
+    on_host: bool
+
+
+@dataclass(slots=True)
+class Pending:
+    """An enqueued step. ``failed`` is set when nothing of it runs."""
+
+    plan: StepPlan
+    started_ns: int
+    states: list[RequestState] = field(default_factory=list)
+    failures: list[str | None] = field(default_factory=list)
+    draws: list[Draw] = field(default_factory=list)
+    report: Report | None = None
+    host_logits: Tensor | None = None
+    event: torch.cuda.Event | None = None
+    failed: StepFailed | None = None
+
+
+class CudaStepExecutor:
+    """Runs plans in order; owns the state of their requests. ``enqueue`` from one thread, ``finish`` (in order) from one
+    thread; the two may differ. Belongs to one epoch."""
+
+    depth = 2
+
+    def __init__(
+        self, model: DeviceModel, mailbox: Mailbox | None, limits: StepLimits, watchdog: Watchdog | None
+    ) -> None:
+        """``mailbox`` is the one attached to ``model``."""
+        self._model = model
+        self._mailbox = mailbox
+        self._limits = limits
+        self._watchdog = watchdog
+        self._lock = threading.Lock()  # over requests and pending
+        self._pending: list[Pending] = []
+        spec = model.weights.spec
+        self.requests = BatchState(spec.vocab_size, limits.block_size, limits.num_blocks, limits.max_context_tokens)
+
+    # ------------------------------------------------------------------------------------------ enqueue
+
+    def must_finish_first(self, plan: StepPlan) -> bool:
+        """Whether a step under way samples a request of ``plan`` on the host."""
+        with self._lock:
+            names = {draw.state.request_id for step in self._pending for draw in step.draws if draw.on_host}
+        return any(row.request_id in names for row in plan.rows)
+
+    def enqueue(self, plan: StepPlan) -> Pending:
+        """Launch ``plan``; what goes wrong is in the result's ``failed``."""
+        pending = Pending(plan, time.monotonic_ns())
+        with self._lock:
+            try:
+                self._enqueue(plan, pending)
+            except Exception as error:
+                pending.failed = self._fail(plan, error)
+                pending.draws = []
+            self._pending.append(pending)
+        if pending.event is not None and self._watchdog is not None:
+            self._watchdog.begin()
+        return pending
+
+    def _enqueue(self, plan: StepPlan, pending: Pending) -> None:
+        model = self._model
+        num_tokens = sum(row.num_tokens for row in plan.rows)
+        if num_tokens > self._limits.max_batch_tokens:
+            raise InvalidPlanError(
+                f"step {plan.step_id}: {num_tokens} tokens exceed the limit of {self._limits.max_batch_tokens}"
+            )
+        num_samples = sum(row.sample for row in plan.rows)
+        if num_samples > model.limits.max_samples:
+            raise InvalidPlanError(
+                f"step {plan.step_id}: {num_samples} sampled rows exceed the limit of {model.limits.max_samples}"
+            )
+        if self._mailbox is not None and self._mailbox.aborted:
+            raise RuntimeError("aborted")
+        for request_id in plan.retired:
+            model.table.release(request_id)
+        pending.states = self.requests.apply(plan)
+        pending.failures = [state.failure for state in pending.states]
+        running = [(row, state) for row, state in zip(plan.rows, pending.states, strict=True) if state.failure is None]
+        if not running:
+            return
+        slots = self._slots(plan, running)
+        with model.on_stream():
+            model.table.flush()
+            batch = model.decode_batch(len(running)) if all(row.num_tokens == 1 for row, _ in running) else None
+            if batch is not None:
+                shape = batch.shape
+                draws = self._fill_decode(plan.step_id, shape, running, slots)
+                model.inputs.upload(shape)
+                batch.launch()
+                inputs, logits = batch.inputs, batch.logits
+            else:
+                shape, draws = self._run_pieces(plan.step_id, running, slots)
+                inputs, logits = model.inputs.device_views(shape), model.logits[: shape.samples]
+            if draws:
+                greedy = all(draw.on_host or draw.state.sampling.temperature == 0.0 for draw in draws)
+                model.sampler.run(logits, inputs, greedy, model.report, model.table)
+                pending.host_logits = self._copy_logits(logits, draws)
+            pending.report = model.report.download(shape.samples)
+            if model.on_gpu:
+                pending.event = torch.cuda.Event()
+                pending.event.record()
+        pending.draws = draws
+        for row, state in running:
+            state.num_computed = row.start + row.num_tokens
+        for draw in draws:
+            draw.token_index = len(draw.state.tokens)
+            draw.state.tokens.append(-1)
+
+    def _slots(self, plan: StepPlan, running: list[tuple[StepRow, RequestState]]) -> list[int]:
+        table = self._model.table
+        slots = []
+        for row, state in running:
+            try:
+                slot = table.slot(row.request_id)
+            except IndexError:
+                raise InvalidPlanError(
+                    f"step {plan.step_id}: request {row.request_id!r} exceeds the limit of "
+                    f"{self._model.limits.max_requests} requests"
+                ) from None
+            table.note_blocks(slot, len(state.blocks) - len(row.new_block_ids), row.new_block_ids)
+            slots.append(slot)
+        return slots
+
+    def _fill_decode(
+        self, step_id: int, shape: StepShape, running: list[tuple[StepRow, RequestState]], slots: list[int]
+    ) -> list[Draw]:
+        views = self._model.inputs.host_views(shape)
+        count, block_size = len(running), self._limits.block_size
+        draws = []
+        views["step_id"][0] = step_id
+        views["num_real"][0] = count
+        token, position, mapping = views["token"], views["position"], views["slot_mapping"]
+        request_slot, sample_slot, admit = views["request_slot"], views["sample_slot"], views["admit"]
+        for view, padding in (
+            (token, 0),
+            (position, -1),
+            (mapping, -1),
+            (request_slot, 0),
+            (sample_slot, 0),
+            (admit, 0),
+        ):
+            view[count:] = padding
+        for i, (row, state) in enumerate(running):
+            start = row.start
+            token[i] = state.tokens[start]
+            position[i] = start
+            mapping[i] = int(state.blocks[start // block_size]) * block_size + start % block_size
+            request_slot[i] = slots[i]
+            sample_slot[i] = slots[i] if row.sample else 0
+            admit[i] = 1 if row.sample or self._limits.seed_tail_tokens else 0
+            if row.sample:
+                draws.append(Draw(state, 0, i, samples_on_host(state)))
+        _fill_sampling(views, draws, shape.samples)
+        return draws
+
+    def _run_pieces(
+        self, step_id: int, running: list[tuple[StepRow, RequestState]], slots: list[int]
+    ) -> tuple[StepShape, list[Draw]]:
+        model = self._model
+        pieces = cut_pieces([row.num_tokens for row, _ in running])
+        per_block = model.piece(pieces[0].bucket).tokens_per_block
+        blocks = [query_blocks(piece, per_block) for piece in pieces]
+        block_ends = np.cumsum([-(-len(b) // NUM_REAL_STRIDE) * NUM_REAL_STRIDE for b in blocks])
+        sampled = [i for i, (row, _) in enumerate(running) if row.sample]
+        shape = StepShape(pieces[-1].offset + pieces[-1].bucket, len(sampled), int(block_ends[-1]), len(pieces))
+        views = model.inputs.host_views(shape)
+        views["step_id"][0] = step_id
+        self._fill_tokens(views, running, slots, pieces)
+        ranges = []
+        for number, (mine, end) in enumerate(zip(blocks, block_ends, strict=True)):
+            begin = int(block_ends[number - 1]) if number else 0
+            ranges.append((begin, begin + len(mine)))
+            views["num_real"][number * NUM_REAL_STRIDE] = pieces[number].num_real
+            for at, (row_index, first, count) in enumerate(mine, begin):
+                views["block_row"][at] = slots[row_index]
+                views["block_first"][at] = first
+                views["block_count"][at] = count
+        last_token: dict[int, int] = {}
+        for piece in pieces:
+            for part in piece.parts:
+                last_token[part.row] = piece.offset + part.first + part.count - 1
+        draws = []
+        for number, index in enumerate(sampled):
+            state = running[index][1]
+            draws.append(Draw(state, 0, number, samples_on_host(state)))
+            views["logit_token"][number] = last_token[index]
+            views["sample_slot"][number] = slots[index]
+        _fill_sampling(views, draws, shape.samples)
+        logit_tokens = views["logit_token"].copy()
+        model.inputs.upload(shape)
+        inputs = model.inputs.device_views(shape)
+        model.report.counts.zero_()
+        taken = 0
+        for number, piece in enumerate(pieces):
+            batch = model.piece(piece.bucket)
+            context = max(running[part.row][0].start + part.start + part.count for part in piece.parts)
+            batch.run(inputs, number, piece.offset, ranges[number], context)
+            end = piece.offset + piece.bucket
+            here = int(np.searchsorted(logit_tokens, end)) - taken
+            if here:
+                rows = inputs["logit_token"][taken : taken + here] - piece.offset
+                torch.index_select(batch.buffers.residual, 0, rows, out=model.sampled_rows[taken : taken + here])
+                taken += here
+        if taken:
+            model.program.logits(model.sampled_rows[:taken], model.normed_rows[:taken], model.logits[:taken])
+        return shape, draws
+
+    def _fill_tokens(
+        self,
+        views: dict[str, NDArray[np.generic]],
+        running: list[tuple[StepRow, RequestState]],
+        slots: list[int],
+        pieces: list[Piece],
+    ) -> None:
+        block_size, tail = self._limits.block_size, self._limits.seed_tail_tokens
+        for name, padding in (("token", 0), ("position", -1), ("slot_mapping", -1), ("request_slot", 0), ("admit", 0)):
+            views[name][...] = padding
+        for piece in pieces:
+            for part in piece.parts:
+                row, state = running[part.row]
+                begin = piece.offset + part.first
+                cells = slice(begin, begin + part.count)
+                start = row.start + part.start
+                span = np.arange(start, start + part.count, dtype=np.int64)
+                views["token"][cells] = state.tokens[start : start + part.count]
+                views["position"][cells] = span
+                views["request_slot"][cells] = slots[part.row]
+                views["slot_mapping"][cells] = (
+                    state.blocks[span // block_size].astype(np.int64) * block_size + span % block_size
+                )
+                decoding = row.num_tokens == 1 and row.sample
+                views["admit"][cells] = span >= row.start + row.num_tokens - (1 if decoding else tail)
+
+    @staticmethod
+    def _copy_logits(logits: Tensor, draws: list[Draw]) -> Tensor | None:
+        rows = [draw.row for draw in draws if draw.on_host]
+        if not rows:
+            return None
+        on_gpu = logits.device.type == "cuda"
+        host = torch.empty((len(rows), logits.shape[1]), dtype=torch.float32, pin_memory=on_gpu)
+        for number, row in enumerate(rows):
+            host[number].copy_(logits[row], non_blocking=True)
+        return host
+
+    # ------------------------------------------------------------------------------------------ finish
+
+    def finish(self, pending: Pending) -> StepResult | StepFailed:
+        """Wait for ``pending``, the oldest step under way, and read its outcome."""
+        plan = pending.plan
+        error: Exception | None = None
+        if pending.event is not None:
+            try:
+                pending.event.synchronize()
+            except Exception as found:  # the device itself failed
+                error = found
+            if self._watchdog is not None:
+                self._watchdog.end()
+        with self._lock:
+            self._pending.remove(pending)
+            if pending.failed is not None:
+                return pending.failed
+            try:
+                if error is not None:
+                    raise error
+                return self._finish(plan, pending)
+            except Exception as found:
+                return self._fail(plan, found)
+
+    def _finish(self, plan: StepPlan, pending: Pending) -> StepResult:
+        outcomes: dict[str, Sampled] = {}
+        experts = ExpertCounters()
+        report = pending.report
+        if report is not None:
+            plane = self._model.plane
+            if plane is not None:
+                experts, answered = read_counts(report.counts, plane.records.strides)
+                if not answered:
+                    reason = self._mailbox.abort_reason if self._mailbox is not None else ""
+                    raise RuntimeError("aborted" if reason in ("", "requested") else f"aborted: {reason}")
+            host = iter(self._sample_on_host(pending))
+            for draw in pending.draws:
+                if draw.on_host:
+                    outcome = next(host)
+                elif np.isfinite(report.sums[draw.row]):
+                    outcome = Sampled(int(report.ids[draw.row]))
+                else:
+                    outcome = Sampled(None, failure="numeric: some logits are not finite")
+                self._settle(draw, outcome)
+                outcomes[draw.state.request_id] = outcome
+        rows = []
+        for state, failure in zip(pending.states, pending.failures, strict=True):
+            found = outcomes.get(state.request_id)
+            if failure is None and found is not None and found.failure is None and state.failure is None:
+                rows.append(RowResult(state.request_id, found.token_id, found.logprob))
+            else:
+                rows.append(RowResult(state.request_id, failure=failure or state.failure))
+        return StepResult(plan.step_id, plan.epoch, tuple(rows), pending.started_ns, time.monotonic_ns(), experts)
+
+    def _sample_on_host(self, pending: Pending) -> list[Sampled]:
+        draws = [draw for draw in pending.draws if draw.on_host]
+        if not draws or pending.host_logits is None:
+            return []
+        for draw in draws:  # the placeholder is not part of the history
+            assert draw.token_index == len(draw.state.tokens) - 1
+            draw.state.tokens.pop()
+        return sample(pending.host_logits.numpy(), [draw.state for draw in draws])
+
+    @staticmethod
+    def _settle(draw: Draw, outcome: Sampled) -> None:
+        state = draw.state
+        if outcome.token_id is None:
+            state.failure = state.failure or outcome.failure
+        elif draw.on_host:
+            state.append_token(outcome.token_id)
+        else:
+            state.tokens[draw.token_index] = outcome.token_id
+
+    def _fail(self, plan: StepPlan, error: Exception) -> StepFailed:
+        message = f"{type(error).__name__}: {error}"
+        if isinstance(error, InvalidPlanError):
+            message = str(error)
+            logger.error("event=step_invalid step=%d detail=%r", plan.step_id, message)
+        elif isinstance(error, RuntimeError) and str(error) == "aborted":
+            logger.info("event=step_aborted step=%d", plan.step_id)
+        else:
+            logger.error("event=step_failed step=%d detail=%r", plan.step_id, message, exc_info=error)
+        self.requests.fail((row.request_id for row in plan.rows), f"step {plan.step_id} failed: {message}")
+        suspects: tuple[str, ...] = ()
+        if isinstance(error, RuntimeError):  # of the data plane: it names the party at fault
+            suspects = tuple(name.value for name in ActorName if name.value in str(error))
+        return StepFailed(plan.step_id, plan.epoch, message, suspects)
+
+    def execute(self, plan: StepPlan) -> StepResult | StepFailed:
+        """Both halves at once."""
+        return self.finish(self.enqueue(plan))
+
+
+def _fill_sampling(views: dict[str, NDArray[np.generic]], draws: list[Draw], rows: int) -> None:
+    for name, neutral in (
+        ("seed", 0),
+        ("sample_position", 0),
+        ("top_k", 0),
+        ("temperature", 0),
+        ("top_p", 1),
+        ("min_p", 0),
+    ):
+        views[name][:rows] = neutral
+    for draw in draws:
+        params, row = draw.state.sampling, draw.row
+        views["seed"][row] = draw.state.seed & _SEED_MASK
+        views["sample_position"][row] = len(draw.state.tokens)
+        if draw.on_host:
+            continue
+        views["temperature"][row] = params.temperature
+        views["top_k"][row] = params.top_k
+        views["top_p"][row] = params.top_p
+        views["min_p"][row] = params.min_p

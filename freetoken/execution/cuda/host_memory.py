@@ -1,0 +1,219 @@
+"""Host memory that the device reads and writes: the store's segments and the mailbox.
+
+A segment is registered in pieces, cut at record boundaries where it can be, until the driver refuses; what lies beyond
+is not fetchable and stays with CpuExecutor. Pinned memory is a limited resource, and a store may be larger than what
+may be pinned.
+
+The mailbox changes with every epoch, but captured graphs hold its address. ``MailboxWindow`` is a range of addresses that
+stays: each epoch's segment is mapped into it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import logging
+import mmap
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freetoken._native import SharedSegment
+from freetoken.errors import FreeTokenError
+from freetoken.execution.cuda.driver import HostMemoryDriver
+from freetoken.units import align_up, format_bytes
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 1 << 30
+PAGE_BYTES = 4096
+
+
+def plan_pieces(size_bytes: int, cuts: Sequence[int], piece_bytes: int = PIECE_BYTES) -> list[tuple[int, int]]:
+    """(offset, size) of pieces that cover a segment: each ends at the last cut within ``piece_bytes``, or there.
+
+    ``cuts`` are ascending offsets, multiples of a page, at which it is good to cut (starts of records).
+    """
+    pieces = []
+    start = 0
+    while start < size_bytes:
+        end = min(start + piece_bytes, size_bytes)
+        if end < size_bytes:
+            at = bisect.bisect_right(cuts, end) - 1
+            if at >= 0 and cuts[at] > start:
+                end = cuts[at]
+        pieces.append((start, end - start))
+        start = end
+    return pieces
+
+
+def segment_address(segment: SharedSegment) -> int:
+    """Where this process has mapped the segment."""
+    return int(np.frombuffer(memoryview(segment), np.uint8).ctypes.data)
+
+
+class RegisteredStore:
+    """The store's segments, registered as far as the driver lets us. Keeps them mapped; ``close`` before letting go."""
+
+    def __init__(
+        self,
+        driver: HostMemoryDriver,
+        segments: Sequence[SharedSegment],
+        cuts: Sequence[Sequence[int]],
+        *,
+        wanted: Sequence[bool] | None = None,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        """``cuts[i]`` are segment i's record starts. Segments that are not ``wanted`` are left alone (dense weights)."""
+        self._driver = driver
+        self._segments = tuple(segments)
+        self._pieces: list[list[tuple[int, int, int]]] = [[] for _ in segments]  # offset, size, device address
+        self.fetchable: list[int] = [0] * len(segments)
+        refusal: str | None = None
+        for number, segment in enumerate(segments):
+            if wanted is not None and not wanted[number]:
+                continue
+            base = segment_address(segment)
+            for offset, size in plan_pieces(segment.size_bytes, cuts[number], piece_bytes):
+                refusal = driver.register(base + offset, size)
+                if refusal is not None:
+                    break
+                self._pieces[number].append((offset, size, driver.device_address(base + offset)))
+                self.fetchable[number] = offset + size
+            if refusal is not None:
+                break
+        total = sum(s.size_bytes for i, s in enumerate(segments) if wanted is None or wanted[i])
+        self.registered_bytes = sum(self.fetchable)
+        if refusal is not None:
+            logger.warning(
+                "event=store_partly_registered bytes=%d of=%d detail=%r: experts in the remaining %s run on the CPU only",
+                self.registered_bytes,
+                total,
+                refusal,
+                format_bytes(total - self.registered_bytes),
+            )
+        else:
+            logger.info("event=store_registered bytes=%d", self.registered_bytes)
+
+    def device_address(self, segment: int, offset: int, size_bytes: int) -> int:
+        """Of a range that lies in registered memory; 0 when it does not. Raises nothing."""
+        pieces = self._pieces[segment]
+        at = bisect.bisect_right(pieces, (offset, 1 << 62, 0)) - 1
+        if at < 0:
+            return 0
+        start, size, address = pieces[at]
+        found = address + (offset - start)
+        # A range may cross pieces where the device sees them side by side, as it does with unified addresses.
+        while offset + size_bytes > start + size:
+            at += 1
+            if at >= len(pieces) or pieces[at][2] != address + size:
+                return 0
+            start, size, address = pieces[at]
+        return found
+
+    def record_addresses(
+        self, record_segment: NDArray[np.int32], record_offset: NDArray[np.int64], strides: Sequence[int]
+    ) -> NDArray[np.int64]:
+        """[L, E]: device address of every record, 0 where the device cannot read it. ``strides`` [L] in bytes."""
+        table = np.zeros(record_segment.shape, np.int64)
+        for layer, expert in np.ndindex(*record_segment.shape):
+            table[layer, expert] = self.device_address(
+                int(record_segment[layer, expert]), int(record_offset[layer, expert]), strides[layer]
+            )
+        return table
+
+    def close(self) -> None:
+        """Unregister everything; idempotent. The device must not use it any more."""
+        for segment, pieces in zip(self._segments, self._pieces, strict=True):
+            base = segment_address(segment)
+            while pieces:
+                offset, _, _ = pieces.pop()
+                self._driver.unregister(base + offset)
+        self._segments = ()
+        self._pieces = []
+        self.fetchable = [0] * len(self.fetchable)
+
+
+class MailboxWindow:
+    """A fixed range of addresses into which one mailbox after the other is mapped and registered."""
+
+    def __init__(self, driver: HostMemoryDriver, size_bytes: int) -> None:
+        """Reserves addresses for segments of up to ``size_bytes``."""
+        self._driver = driver
+        self.size_bytes = align_up(size_bytes, PAGE_BYTES)
+        self.address = _mmap(None, self.size_bytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        self.device_address = 0
+        self._mapped = False
+
+    def attach(self, segment: SharedSegment) -> None:
+        """Map and register ``segment`` in place of the one before; the device must be idle.
+
+        Raises ``FreeTokenError`` when it is too large, cannot be registered, or the device sees it elsewhere than the
+        one before (captured graphs would then be wrong).
+        """
+        if segment.size_bytes > self.size_bytes:
+            raise FreeTokenError(
+                f"a mailbox of {segment.size_bytes} bytes does not fit the window of {self.size_bytes}"
+            )
+        self.detach()
+        _mmap(
+            self.address,
+            align_up(segment.size_bytes, PAGE_BYTES),
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.MAP_SHARED | _MAP_FIXED,
+            segment.fd,
+        )
+        self._mapped = True
+        refusal = self._driver.register(self.address, align_up(segment.size_bytes, PAGE_BYTES))
+        if refusal is not None:
+            self._blank()
+            raise FreeTokenError(f"the mailbox ({format_bytes(segment.size_bytes)}) cannot be registered: {refusal}")
+        device_address = self._driver.device_address(self.address)
+        if self.device_address not in (0, device_address):
+            self.detach()
+            raise FreeTokenError(
+                f"the mailbox moved on the device, from {self.device_address:#x} to {device_address:#x}"
+            )
+        self.device_address = device_address
+
+    def detach(self) -> None:
+        """Unregister and unmap; the addresses stay reserved. Idempotent."""
+        if self._mapped:
+            self._driver.unregister(self.address)
+            self._blank()
+
+    def close(self) -> None:
+        """Give the addresses back; idempotent."""
+        self.detach()
+        if self.address:
+            _libc().munmap(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size_bytes))
+            self.address = 0
+
+    def _blank(self) -> None:
+        _mmap(self.address, self.size_bytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED, -1)
+        self._mapped = False
+
+
+_MAP_FIXED = 0x10
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int) -> int:
+    libc = _libc()
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    )
+    found = libc.mmap(address, size, protection, flags, fd, 0)
+    if found is None or found == ctypes.c_void_p(-1).value:
+        raise FreeTokenError(f"mapping {size} bytes failed: errno {ctypes.get_errno()}")
+    return int(found)

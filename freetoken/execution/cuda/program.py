@@ -1,0 +1,230 @@
+"""The forward pass as a sequence of kernel launches into buffers that exist: no host synchronisation, so it can be captured.
+
+One program serves decode batches (T rows of one token) and pieces of prefill (T tokens of any rows); they differ in their query
+blocks. Up to ``GEMV_TOKENS`` tokens, projections read the float32 residual stream directly, norm included; larger batches go
+through normed rows and matrix products. Padding tokens have position -1 and change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from freetoken.execution.cuda.arena import CudaArena
+from freetoken.execution.cuda.buffers import GEMV_TOKENS, TokenBuffers
+from freetoken.execution.cuda.data_plane import DataPlane
+from freetoken.execution.cuda.embed import embed
+from freetoken.execution.cuda.inputs import RequestTable
+from freetoken.execution.cuda.weights import DenseWeights, LayerWeights, Linear
+from freetoken.kernels.triton import linear as linear_kernels
+from freetoken.kernels.triton.attention import AttentionShape, QueryBlocks, attention
+from freetoken.kernels.triton.combine import combine
+from freetoken.kernels.triton.expert_gemv import expert_gemv
+from freetoken.kernels.triton.linear import Q4_0Weight
+from freetoken.kernels.triton.norm import add_rms_norm, rms_norm, silu_and_mul
+from freetoken.kernels.triton.rope_kv import rope_kv
+from freetoken.kernels.triton.router import norm_router, top_k
+
+# Up to so many tokens the combine kernel itself waits for the CPU share, which saves a launch.
+_COMBINE_WAITS_TOKENS = 2
+
+
+def multiply(x: Tensor, linear: Linear, out: Tensor) -> None:
+    """out [T, O] = x @ weight.T + bias for large T; out may be wider (float32) than x."""
+    if isinstance(linear.weight, Q4_0Weight):
+        linear_kernels.q4_0_gemm(x, linear.weight, out, bias=linear.bias)
+        return
+    if out.dtype == x.dtype:
+        torch.mm(x, linear.weight.t(), out=out)
+    elif x.device.type == "cuda":
+        out.copy_(torch.mm(x, linear.weight.t(), out_dtype=out.dtype))
+    else:
+        out.copy_(torch.mm(x.to(out.dtype), linear.weight.t().to(out.dtype)))
+    if linear.bias is not None:
+        out.add_(linear.bias)
+
+
+class LayerProgram:
+    """A model's layers over one arena. Stateless beside what it is given; used on one stream at a time."""
+
+    def __init__(self, weights: DenseWeights, arena: CudaArena, table: RequestTable, plane: DataPlane | None) -> None:
+        """``plane`` is needed by models with experts."""
+        self.weights = weights
+        self.spec = weights.spec
+        self.plane = plane
+        self._arena = arena
+        self._table = table
+        self._kv = [arena.layer_kv(layer) for layer in range(self.spec.num_layers)]
+
+    def embed(self, x: TokenBuffers, inputs: Mapping[str, Tensor]) -> None:
+        """Token rows into the residual stream."""
+        embed(inputs["token"], inputs["request_slot"], self._table.last_token, self.weights.embedding, x.residual)
+
+    def run(
+        self,
+        x: TokenBuffers,
+        inputs: Mapping[str, Tensor],
+        blocks: QueryBlocks,
+        shape: AttentionShape,
+        work: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        """Embedding and all layers; ``x.residual`` then holds the last layer's output."""
+        self.embed(x, inputs)
+        for layer in self.weights.layers:
+            self.attention(layer, x, inputs, blocks, shape, work)
+            if layer.router is not None:
+                self.experts(layer, x, inputs)
+            else:
+                self.mlp(layer, x)
+
+    def logits(self, rows: Tensor, normed: Tensor, out: Tensor) -> None:
+        """out f32 [S, V] of residual ``rows`` f32 [S, H]; ``normed`` [S, H] is scratch."""
+        weights, eps = self.weights, self.spec.rms_norm_eps
+        if len(rows) <= GEMV_TOKENS:
+            linear_kernels.linear(rows, weights.lm_head.weight, out, norm=weights.final_norm, eps=eps)
+        else:
+            rms_norm(rows, weights.final_norm, eps, normed)
+            multiply(normed, weights.lm_head, out)
+
+    # ------------------------------------------------------------------------------------------ parts of a layer
+
+    def attention(
+        self,
+        layer: LayerWeights,
+        x: TokenBuffers,
+        inputs: Mapping[str, Tensor],
+        blocks: QueryBlocks,
+        shape: AttentionShape,
+        work: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        """residual += attention(norm(residual)), storing keys and values."""
+        spec, eps = self.spec, self.spec.rms_norm_eps
+        if x.small:
+            linear_kernels.linear(
+                x.residual, layer.qkv.weight, x.qkv, norm=layer.input_norm, eps=eps, bias=layer.qkv.bias
+            )
+        else:
+            rms_norm(x.residual, layer.input_norm, eps, x.hidden)
+            multiply(x.hidden, layer.qkv, x.qkv)
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        kv = self._kv[layer.index]
+        rope_kv(
+            x.qkv[:, :q_size],
+            x.qkv[:, q_size : q_size + kv_size],
+            x.qkv[:, q_size + kv_size :],
+            inputs["position"],
+            inputs["slot_mapping"],
+            self.weights.cos,
+            self.weights.sin,
+            x.queries,
+            kv,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=eps,
+        )
+        attention(
+            x.queries,
+            kv,
+            self._table.block_tables,
+            inputs["position"],
+            blocks,
+            x.mixed,
+            scale=spec.head_dim**-0.5,
+            window=layer.sliding_window,
+            shape=shape,
+            work=work,
+        )
+        if x.small:
+            linear_kernels.linear(x.mixed, layer.output.weight, x.residual, bias=layer.output.bias, accumulate=True)
+        else:
+            assert x.delta is not None
+            multiply(x.mixed, layer.output, x.delta)
+
+    def mlp(self, layer: LayerWeights, x: TokenBuffers) -> None:
+        """residual += mlp(norm(residual)), of a layer without experts."""
+        eps = self.spec.rms_norm_eps
+        assert layer.gate_up is not None and layer.down is not None and x.gate_up is not None and x.inner is not None
+        if x.small:
+            linear_kernels.linear(
+                x.residual, layer.gate_up.weight, x.gate_up, norm=layer.post_norm, eps=eps, bias=layer.gate_up.bias
+            )
+            silu_and_mul(x.gate_up, x.inner)
+            linear_kernels.linear(x.inner, layer.down.weight, x.residual, bias=layer.down.bias, accumulate=True)
+        else:
+            assert x.delta is not None
+            add_rms_norm(x.residual, x.delta, layer.post_norm, eps, x.hidden)
+            multiply(x.hidden, layer.gate_up, x.gate_up)
+            silu_and_mul(x.gate_up, x.inner)
+            multiply(x.inner, layer.down, x.delta)
+            x.residual.add_(x.delta)
+
+    def route(self, layer: LayerWeights, x: TokenBuffers) -> bool:
+        """Norm and router; fills ``hidden`` and either ``router_logits`` only (True) or ids and weights too (False)."""
+        eps, router = self.spec.rms_norm_eps, self.spec.router
+        assert layer.router is not None and router is not None and x.router_logits is not None
+        if x.small:
+            norm_router(x.residual, layer.post_norm, layer.router, x.hidden, x.router_logits, eps)
+            return True
+        assert x.wide_hidden is not None and x.delta is not None and x.ids is not None and x.weights is not None
+        add_rms_norm(x.residual, x.delta, layer.post_norm, eps, x.wide_hidden)
+        torch.mm(x.wide_hidden, layer.router.t(), out=x.router_logits)
+        x.hidden.copy_(x.wide_hidden)
+        top_k(
+            x.router_logits,
+            x.ids,
+            x.weights,
+            scoring=router.scoring,
+            renormalize=router.renormalize,
+            scaling=router.scaling,
+        )
+        return False
+
+    def experts(self, layer: LayerWeights, x: TokenBuffers, inputs: Mapping[str, Tensor]) -> None:
+        """residual += experts(norm(residual)) through the mailbox, each record read where it lies."""
+        plane = self.plane
+        assert plane is not None and plane.box is not None and x.plan is not None
+        assert x.ids is not None and x.weights is not None
+        chooses = self.route(layer, x)
+        plane.publish(
+            layer.ordinal,
+            inputs["step_id"],
+            inputs["num_real"],
+            x.hidden,
+            x.ids,
+            x.weights,
+            inputs["admit"],
+            x.router_logits if chooses else None,
+        )
+        plan = plane.layer_plan(x.plan, layer.ordinal)
+        plane.await_plan(layer.ordinal, plan)
+        buffers = x.experts[plane.records.layouts[layer.ordinal]]
+        apart = buffers.partials is not None
+        out = buffers.partials if buffers.partials is not None else buffers.routed
+        assert out is not None
+        expert_gemv(
+            buffers.layout,
+            plan,
+            x.hidden,
+            x.weights,
+            out,
+            scratch=buffers.scratch,
+            partials=apart,
+            single_route=x.tokens == 1,
+            shape=buffers.shape,
+        )
+        wait = None
+        if x.tokens <= _COMBINE_WAITS_TOKENS:
+            wait = (plane.box, plane.seq, plane.limit_ns)
+        else:
+            plane.await_part(plan)
+        combine(
+            x.residual,
+            x.weights,
+            plan,
+            partials=buffers.partials,
+            routed=buffers.routed,
+            cpu_partial_address=plane.box.partial,
+            wait=wait,
+        )

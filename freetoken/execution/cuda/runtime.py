@@ -1,0 +1,200 @@
+"""A model ready to run on the GPU: registered store, uploaded weights, captured graphs. The CUDA side of ``ModelRuntime``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from freetoken._native import Mailbox, SharedSegment
+from freetoken.checkpoint.ftw import FtwIndex
+from freetoken.checkpoint.held_store import HeldStore
+from freetoken.errors import CheckpointError
+from freetoken.execution.cuda.arena import TORCH_DTYPES, CudaArena
+from freetoken.execution.cuda.data_plane import DataPlane, ExpertRecords
+from freetoken.execution.cuda.device_model import DECODE_BATCHES, DeviceLimits, DeviceModel
+from freetoken.execution.cuda.driver import HostMemoryDriver
+from freetoken.execution.cuda.executor import CudaStepExecutor
+from freetoken.execution.cuda.host_memory import MailboxWindow, RegisteredStore
+from freetoken.execution.cuda.report import ReportBuffers
+from freetoken.execution.cuda.watchdog import Watchdog
+from freetoken.execution.cuda.weights import DenseWeights, HostWeight
+from freetoken.execution.dense_weights import map_dense_weights
+from freetoken.execution.step_executor import StepLimits
+from freetoken.launch_spec import LaunchSpec
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int, str], None]
+
+# Beyond the layer's own limit, which the device keeps: the host only steps in when the device cannot.
+_WATCHDOG_SLACK_S = 2.0
+
+
+class CudaRuntime:
+    """Lives as long as the store and the arena it was built on; executors are made anew for each epoch.
+
+    ``close`` before the store's segments are unmapped.
+    """
+
+    def __init__(
+        self,
+        launch: LaunchSpec,
+        index: FtwIndex,
+        store: HeldStore,
+        arena: CudaArena,
+        driver: HostMemoryDriver,
+        on_progress: Progress = lambda done, total, what: None,
+    ) -> None:
+        """Registers the store and uploads the weights. Raises ``CheckpointError`` when store and index do not belong
+        together, ``FreeTokenError`` when the device refuses."""
+        for what, found in (("the store", store.fingerprint), (str(index.path), index.fingerprint)):
+            if found != launch.fingerprint:
+                raise CheckpointError(
+                    f"{what} has fingerprint {found}, the launch was planned for {launch.fingerprint}; "
+                    "was the checkpoint replaced? Launch again"
+                )
+        self._launch = launch
+        self._arena = arena
+        self._on_progress = on_progress
+        spec, plan = launch.model, launch.plan
+        self._registered: RegisteredStore | None = None
+        self._window: MailboxWindow | None = None
+        self._warm_mailbox: Mailbox | None = None
+        self._watchdog: Watchdog | None = None
+        max_samples = max(launch.config.scheduler.max_num_running, 1)
+        report = ReportBuffers(len(spec.moe_layers), max_samples, arena.device)
+        plane = None
+        if spec.is_moe:
+            assert spec.router is not None
+            on_progress(0, 0, "registering the store with the GPU")
+            self._registered = RegisteredStore(
+                driver,
+                store.segments,
+                _record_cuts(index),
+                wanted=[file.kind == "experts" for file in index.files],
+            )
+            layouts = tuple(index.layout_of(layer) for layer in range(len(spec.moe_layers)))
+            table = self._registered.record_addresses(
+                index.record_file, index.record_offset, [layout.stride_bytes for layout in layouts]
+            )
+            records = ExpertRecords(torch.from_numpy(table).to(arena.device), layouts)
+            geometry = (
+                plan.max_batch_tokens,
+                spec.num_experts_per_tok,
+                spec.hidden_size,
+                len(spec.moe_layers),
+                spec.num_experts,
+            )
+            self._window = MailboxWindow(driver, Mailbox.required_bytes(*geometry))
+            plane = self._build_plane(records, report)
+        on_progress(0, 0, "uploading the dense weights")
+        weights = DenseWeights.upload(
+            spec,
+            _host_weights(index, store.segments),
+            plan.max_context_tokens,
+            TORCH_DTYPES[plan.kv_dtype],
+            arena.device,
+        )
+        limits = DeviceLimits(
+            max_requests=4 * max_samples + 64,
+            max_samples=max_samples,
+            max_tokens=plan.max_batch_tokens,
+            max_context_tokens=plan.max_context_tokens,
+            block_size=plan.kv_block_size,
+            decode_batches=decode_batch_sizes(max_samples),
+        )
+        self.model = DeviceModel(weights, arena, plane, report, limits)
+        self._mailbox: Mailbox | None = None
+
+    def _build_plane(self, records: ExpertRecords, report: ReportBuffers) -> DataPlane:
+        router = self._launch.model.router
+        assert router is not None and self._window is not None
+        return DataPlane(
+            self._window, records, self._arena, router, self._launch.config.executor.wait_timeout_s, report.counts
+        )
+
+    @property
+    def fetchable(self) -> tuple[int, ...] | None:
+        """Per store segment, the leading bytes that the device can read; None for models without experts."""
+        return tuple(self._registered.fetchable) if self._registered is not None else None
+
+    def prepare(self, mailbox: Mailbox | None, capture: bool = True) -> None:
+        """Compile kernels and capture graphs against a mailbox of the same geometry as ``mailbox``, which nobody serves."""
+        warm = None
+        if mailbox is not None:
+            layout = mailbox.layout()
+            names = ("max_tokens", "top_k", "hidden", "num_layers", "num_experts", "max_shared_tokens")
+            segment = SharedSegment.create("freetoken-warm-up", layout["total_bytes"])
+            warm = Mailbox.create(segment, 0, *(layout[name] for name in names))
+            warm.abort()
+        self.model.attach(warm)
+        self.model.prepare(self._on_progress, capture)
+        self._warm_mailbox = warm
+
+    def build_executor(self, mailbox: Mailbox | None) -> CudaStepExecutor:
+        """An executor without requests, on ``mailbox`` (needed by models with routed experts). No step may be running."""
+        plan, config = self._launch.plan, self._launch.config
+        self.model.attach(mailbox)
+        self._mailbox = mailbox
+        if self._watchdog is None:
+            self._watchdog = Watchdog(
+                config.executor.wait_timeout_s + _WATCHDOG_SLACK_S, self._progress_of_words, self._on_late
+            )
+        limits = StepLimits(
+            block_size=plan.kv_block_size,
+            num_blocks=plan.num_kv_blocks,
+            max_context_tokens=plan.max_context_tokens,
+            max_batch_tokens=plan.max_batch_tokens,
+            seed_tail_tokens=config.experts.seed_tail_tokens,
+        )
+        return CudaStepExecutor(self.model, mailbox, limits, self._watchdog)
+
+    def close(self) -> None:
+        """Unregister host memory; idempotent. No step may be running, and none will run any more."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
+        if self._arena.device.type == "cuda":
+            torch.cuda.synchronize(self._arena.device)
+        if self._window is not None:
+            self._window.close()
+        if self._registered is not None:
+            self._registered.close()
+
+    def _progress_of_words(self) -> Hashable:
+        mailbox = self._mailbox
+        if mailbox is None:
+            return None
+        layout = mailbox.layout()
+        words = np.frombuffer(memoryview(mailbox.segment), np.uint32)
+        return tuple(int(words[layout[f"{name}_offset"] // 4]) for name in ("req", "plan", "part"))
+
+    def _on_late(self) -> None:
+        mailbox = self._mailbox
+        if mailbox is None:
+            return
+        reason = {"ExpertCache": "plan_late", "CpuExecutor": "partial_late"}.get(mailbox.overdue, "client_failed")
+        logger.error("event=mailbox_aborted reason=%s", reason)
+        mailbox.abort(reason)
+
+
+def decode_batch_sizes(max_running: int) -> tuple[int, ...]:
+    """The graph sizes that serve up to ``max_running`` requests (more run eagerly)."""
+    sizes = [size for size in DECODE_BATCHES if size <= max_running]
+    if sizes[-1] < max_running and sizes[-1] < DECODE_BATCHES[-1]:
+        sizes.append(max_running)
+    return tuple(sizes)
+
+
+def _record_cuts(index: FtwIndex) -> list[list[int]]:
+    cuts: list[list[int]] = []
+    for number in range(len(index.files)):
+        cuts.append(sorted(int(offset) for offset in index.record_offset[index.record_file == number]))
+    return cuts
+
+
+def _host_weights(index: FtwIndex, segments: Sequence[SharedSegment]) -> Mapping[str, HostWeight]:
+    return map_dense_weights(index, segments)

@@ -1,0 +1,184 @@
+"""GpuExecutor's CUDA side with its data plane in one process: on a GPU, or on the CPU in Triton's interpreter.
+
+Without a GPU, kernels run one after the other on this thread, so a kernel that waits for a server would wait for ever: the
+``HostPlane`` waits before it, and "device" addresses are host addresses. What is left untested then is only what a GPU does
+differently: memory ordering, graphs, streams, speed.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from freetoken._native import CacheServer, CpuServer, Mailbox, SharedSegment, SlotTable, WorkerPool
+from freetoken.checkpoint.ftw import FtwIndex
+from freetoken.checkpoint.held_store import HeldStore
+from freetoken.execution.cuda.arena import CudaArena
+from freetoken.execution.cuda.data_plane import DataPlane, ExpertRecords
+from freetoken.execution.cuda.driver import CudaDriver, HostMemoryDriver
+from freetoken.execution.cuda.executor import CudaStepExecutor
+from freetoken.execution.cuda.report import ReportBuffers
+from freetoken.execution.cuda.runtime import CudaRuntime
+from freetoken.kernels.triton.plan import DevicePlan
+from freetoken.launch_spec import LaunchSpec
+
+
+class HostDriver:
+    """``HostMemoryDriver`` where the device is the host. ``limit_bytes``: how much can be registered."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.ranges: dict[int, int] = {}
+        self._limit_bytes = limit_bytes
+
+    def register(self, address: int, size_bytes: int) -> str | None:
+        if self._limit_bytes is not None and sum(self.ranges.values()) + size_bytes > self._limit_bytes:
+            return "out of memory to register"
+        self.ranges[address] = size_bytes
+        return None
+
+    def unregister(self, address: int) -> None:
+        del self.ranges[address]
+
+    def device_address(self, address: int) -> int:
+        return address
+
+
+class HostPlane(DataPlane):
+    """Waits on the host for what the kernels would find answered."""
+
+    def await_plan(self, ordinal: int, plan: DevicePlan) -> None:
+        self._wait("plan")
+        super().await_plan(ordinal, plan)
+        if int(plan.counts[3]) > 0:
+            self._wait("part")
+
+    def _wait(self, name: str) -> None:
+        assert self._layout is not None
+        words = np.frombuffer(memoryview(self._segment), np.int32)
+        at, abort = self._layout[f"{name}_offset"] // 4, self._layout["abort_offset"] // 4
+        end = time.monotonic() + self.limit_ns / 1e9
+        while words[at] != int(self.seq) and not words[abort] and time.monotonic() < end:
+            time.sleep(0)
+
+    def attach(self, mailbox: Mailbox) -> None:
+        super().attach(mailbox)
+        self._segment = mailbox.segment
+
+
+class RigRuntime(CudaRuntime):
+    """``CudaRuntime`` that also runs without a GPU."""
+
+    def _build_plane(self, records: ExpertRecords, report: ReportBuffers) -> DataPlane:
+        if self._arena.device.type == "cuda":
+            return super()._build_plane(records, report)
+        router = self._launch.model.router
+        assert router is not None and self._window is not None
+        limit_s = self._launch.config.executor.wait_timeout_s
+        return HostPlane(self._window, records, self._arena, router, limit_s, report.counts)
+
+
+def load_store(index: FtwIndex) -> HeldStore:
+    """The checkpoint's data files in shared memory."""
+    segments = []
+    for file in index.files:
+        segment = SharedSegment.create(file.name, file.size_bytes)
+        with open(index.path / file.name, "rb") as stream:
+            view = memoryview(segment)
+            done = 0
+            while done < file.size_bytes:
+                done += stream.readinto(view[done : done + (64 << 20)])  # type: ignore[attr-defined]
+        segments.append(segment)
+    return HeldStore(str(index.path), index.fingerprint, segments)
+
+
+class CudaRig:
+    """Store, servers, arena and runtime of one launch; ``executor`` runs plans. Started on entry, stopped on exit."""
+
+    def __init__(
+        self,
+        launch: LaunchSpec,
+        *,
+        store: HeldStore | None = None,
+        capture: bool = True,
+        fetch_fraction: float | None = None,
+        staging: bool = True,
+        spin_us: int = 100_000,
+        driver: HostMemoryDriver | None = None,
+    ) -> None:
+        self.launch = launch
+        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self.index = FtwIndex.load(launch.checkpoint)
+        self.store = store or load_store(self.index)
+        self.arena = CudaArena.of(launch, self.device)
+        if driver is None:
+            driver = CudaDriver(0) if self.device.type == "cuda" else HostDriver()
+        self.runtime = RigRuntime(launch, self.index, self.store, self.arena, driver)
+        self.mailbox: Mailbox | None = None
+        self.slots: SlotTable | None = None
+        self._servers: list[CacheServer | CpuServer] = []
+        self._pool: WorkerPool | None = None
+        self._spin_us = spin_us
+        self._capture = capture
+        self._fetch_fraction = launch.config.experts.fetch_fraction if fetch_fraction is None else fetch_fraction
+        self.executor: CudaStepExecutor
+
+    def __enter__(self) -> CudaRig:
+        if self.launch.model.is_moe:
+            self._pool = WorkerPool(self.launch.plan.cpu_threads, (), 0)
+            self._expert_store = self.store.build_expert_store(self.index)
+        self.wire(first=True)
+        return self
+
+    def wire(self, first: bool = False) -> None:
+        """A new epoch: fresh mailbox and servers; the slots keep their contents."""
+        self._stop_servers()
+        spec, plan = self.launch.model, self.launch.plan
+        if spec.is_moe:
+            geometry = (
+                plan.max_batch_tokens,
+                spec.num_experts_per_tok,
+                spec.hidden_size,
+                len(spec.moe_layers),
+                spec.num_experts,
+            )
+            segment = SharedSegment.create("rig-mailbox", Mailbox.required_bytes(*geometry))
+            self.mailbox = Mailbox.create(segment, 1, *geometry)
+            if self.slots is None:
+                experts = self.launch.config.experts
+                self.slots = SlotTable(
+                    len(spec.moe_layers), spec.num_experts, plan.num_slots, experts.policy, experts.half_life_tokens
+                )
+        if first:
+            self.runtime.prepare(self.mailbox, self._capture)
+        if self.mailbox is not None and self.slots is not None and self._pool is not None:
+            strides = [self.index.layout_of(layer).stride_bytes for layer in range(len(spec.moe_layers))]
+            self.cache_server = CacheServer(
+                self.mailbox, self.slots, self._fetch_fraction, plan.num_slots == 0, self._spin_us, strides, True
+            )
+            self.cpu_server = CpuServer(self.mailbox, self._expert_store, self._pool, self._spin_us, True)
+            self._servers = [self.cache_server, self.cpu_server]
+            for server in self._servers:
+                server.start()
+                server.notice()
+        self.executor = self.runtime.build_executor(self.mailbox)
+
+    def _stop_servers(self) -> None:
+        for server in self._servers:
+            server.stop()
+        self._servers = []
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.mailbox is not None:
+            self.mailbox.abort()
+        self.runtime.close()
+        self._stop_servers()
+        if self._pool is not None:
+            self._pool.close()
+        if self.slots is not None and kind is None:
+            self.slots.check_integrity()
+        self.store.close()
