@@ -82,4 +82,5 @@ def progress_bar(console: Console) -> Progress:
         TextColumn("{task.description}", markup=False),
         console=console,
         transient=True,
+        disable=not console.is_terminal,
     )
