@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -185,6 +184,9 @@ class DeviceModel:
         """Compile every kernel and capture a graph for each decode batch size, smallest first. The attached mailbox must
         be aborted, or nothing serves it."""
         sizes = [size for size in self.limits.decode_batches if size <= self.limits.max_samples]
+        if not self.on_gpu:  # the interpreter compiles nothing
+            self.decode_batches = {size: DecodeBatch(self, size) for size in sizes}
+            return
         buckets = PIECE_BUCKETS
         total = len(sizes) + len(buckets)
         done = 0
@@ -193,22 +195,20 @@ class DeviceModel:
                 on_progress(done, total, f"compiling kernels for {bucket} tokens")
                 self._warm_up_piece(bucket)
                 done += 1
-            pool = torch.cuda.graph_pool_handle() if self.on_gpu else (0, 0)
+            pool = torch.cuda.graph_pool_handle()
             for size in sizes:
                 on_progress(done, total, f"capturing a graph for {size} requests")
                 batch = self.decode_batches[size] = DecodeBatch(self, size)
                 self._fill_padding(batch.shape)
                 batch.run()
-                if self.on_gpu:
+                torch.cuda.synchronize(self.device)
+                if capture:
+                    batch.capture(pool)
                     torch.cuda.synchronize(self.device)
-                    if capture:
-                        batch.capture(pool)
-                        torch.cuda.synchronize(self.device)
                 for greedy in (True, False):
                     self.sampler.run(batch.logits, batch.inputs, greedy, self.report, self.table)
                 done += 1
-            if self.on_gpu:
-                torch.cuda.synchronize(self.device)
+            torch.cuda.synchronize(self.device)
         on_progress(total, total, "")
 
     def piece(self, bucket: int) -> PieceBatch:
@@ -227,13 +227,12 @@ class DeviceModel:
     def _warm_up_piece(self, bucket: int) -> None:
         batch = self.piece(bucket)
         shape = StepShape(bucket, 1, 1)
-        views = self._fill_padding(shape)
+        self._fill_padding(shape)
         inputs = self.inputs.device_views(shape)
-        del views
         for context in (1, _PREFILL_SPLIT_CONTEXT + 1):
             batch.run(inputs, 0, 0, (0, 1), context)
 
-    def _fill_padding(self, shape: StepShape) -> dict[str, np.ndarray]:
+    def _fill_padding(self, shape: StepShape) -> None:
         """A step in which nothing is real. Query blocks cover one padding token."""
         views = self.inputs.host_views(shape)
         for view in views.values():
@@ -244,6 +243,4 @@ class DeviceModel:
         views["temperature"][...] = 1.0
         views["top_p"][...] = 1.0
         self.inputs.upload(shape)
-        if self.on_gpu:
-            torch.cuda.synchronize(self.device)
-        return views
+        torch.cuda.synchronize(self.device)
