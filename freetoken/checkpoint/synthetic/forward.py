@@ -1,4 +1,4 @@
-"""A forward pass of made-up weights in numpy, made layer by layer and forgotten again, to see what routers choose.
+"""A forward pass of made-up weights made layer by layer and forgotten again, to see what routers choose.
 
 Norms, attention and routers are computed in full, from the weights as stored. So are experts, as long as few enough
 are needed; in a large model the outputs of experts are *sampled*: in the first, the middle and the last expert layer,
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from freetoken import _native
 from freetoken.checkpoint.synthetic.parallel import ordered_map
 from freetoken.checkpoint.synthetic.streams import normals, stream
 from freetoken.checkpoint.synthetic.weights import EMBEDDING, F32, SyntheticWeights, to_f32
@@ -39,13 +40,20 @@ class Forward:
     """Of the last outputs of experts that were computed for sampling."""
 
 
-class NumpyModel:
-    """Runs ``weights``; ``pool`` makes them."""
+class SyntheticModel:
+    """Runs ``weights``; ``pool`` makes them and ``workers`` multiply (BLAS threads would fight with the pool's)."""
 
-    def __init__(self, weights: SyntheticWeights, pool: Executor, exact_weights: int = EXACT_WEIGHTS) -> None:
+    def __init__(
+        self,
+        weights: SyntheticWeights,
+        pool: Executor,
+        workers: _native.WorkerPool,
+        exact_weights: int = EXACT_WEIGHTS,
+    ) -> None:
         self._weights = weights
         self._spec = weights.spec
         self._pool = pool
+        self._workers = workers
         self._exact_weights = exact_weights
 
     def embed(self, tokens: NDArray[np.int64]) -> F32:
@@ -112,7 +120,14 @@ class NumpyModel:
         name += ".weight"
         make = functools.partial(self._chunk, name)
         chunks = ordered_map(self._pool, make, self._weights.chunks(name), _AHEAD)
-        return np.concatenate([x @ chunk.T for chunk in chunks], axis=-1)
+        return np.concatenate([self._product(x, chunk) for chunk in chunks], axis=-1)
+
+    def _product(self, x: F32, matrix: F32) -> F32:
+        """``[..., I]`` by ``[O, I]`` to ``[..., O]``."""
+        flat = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
+        out = np.empty((len(flat), len(matrix)), np.float32)
+        _native.linear(self._workers, flat, np.ascontiguousarray(matrix), None, out)
+        return out.reshape(*x.shape[:-1], len(matrix))
 
     def _chunk(self, name: str, rows: tuple[int, int]) -> F32:
         return to_f32(self._weights.rows(name, *rows))
@@ -129,14 +144,15 @@ class NumpyModel:
             q, k = self._norm(q, prefix + "self_attn.q_norm"), self._norm(k, prefix + "self_attn.k_norm")
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         shared = spec.num_heads // spec.num_kv_heads
-        q = q.reshape(batch, length, spec.num_kv_heads, shared, spec.head_dim)
-        scores = np.einsum("bikgd,bjkd->bkgij", q, k, optimize=True) * np.float32(spec.head_dim**-0.5)
         distance = np.arange(length)[:, None] - np.arange(length)[None, :]
         hidden = (distance < 0) | (distance >= (window or length))
-        scores[..., hidden] = -np.inf
-        scores = np.exp(scores - scores.max(-1, keepdims=True))
-        scores /= scores.sum(-1, keepdims=True)
-        mixed = np.einsum("bkgij,bjkd->bikgd", scores, v, optimize=True)
+        mixed = np.empty_like(q)
+        for i, head in np.ndindex(batch, spec.num_heads):
+            scores = self._product(q[i, :, head], k[i, :, head // shared]) * np.float32(spec.head_dim**-0.5)
+            scores[hidden] = -np.inf
+            scores = np.exp(scores - scores.max(-1, keepdims=True))
+            scores /= scores.sum(-1, keepdims=True)
+            mixed[i, :, head] = self._product(scores, v[i, :, head // shared].T)
         return self._linear(mixed.reshape(batch, length, -1), prefix + "self_attn.o_proj")
 
     def _route(self, hidden: F32, prefix: str) -> tuple[NDArray[np.int64], F32]:
@@ -162,7 +178,8 @@ class NumpyModel:
             gate, up, down = matrices
             token, rank = np.nonzero(ids == expert)
             rows = x[token]
-            out[token] += mixing[token, rank][:, None] * ((_silu(rows @ gate.T) * (rows @ up.T)) @ down.T)
+            inner = _silu(self._product(rows, gate)) * self._product(rows, up)
+            out[token] += mixing[token, rank][:, None] * self._product(inner, down)
         return out
 
     def _expert(self, ordinal: int, expert: int) -> tuple[F32, F32, F32]:

@@ -107,18 +107,34 @@ def synthesize(
             max_file_bytes=options.max_file_bytes,
         )
         return SynthResult(target, weights.spec, index.store_bytes, description, routing)
+    size = _write_foreign(weights, target, shape, description, options, threads, progress)
+    return SynthResult(target, weights.spec, size, description, routing)
+
+
+def _write_foreign(
+    weights: SyntheticWeights,
+    target: Path,
+    shape: str,
+    description: dict[str, Any],
+    options: SynthOptions,
+    num_threads: int,
+    progress: Progress | None,
+) -> int:
+    """A GGUF file or a safetensors directory, beside its place and then moved there; returns its bytes."""
     partial = target.with_name(f".{target.name}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove(partial)
+    except OSError as error:
+        raise CheckpointError(f"{target.parent}: cannot be written to: {error.strerror or error}") from error
+    try:
         if options.format == "gguf":
-            write_gguf(weights, partial, shape, json.dumps(description), threads, progress)
+            write_gguf(weights, partial, shape, json.dumps(description), num_threads, progress)
             size = partial.stat().st_size
         else:
             partial.mkdir()
-            write_safetensors(weights, partial, threads, progress, options.max_file_bytes or MAX_SHARD_BYTES)
-            config = {**weights.config, "dtype": "bfloat16" if options.dtype == "bf16" else "float32"}
-            _write_companions(partial, config)
+            write_safetensors(weights, partial, num_threads, progress, options.max_file_bytes or MAX_SHARD_BYTES)
+            _write_companions(partial, weights.config)
             _write_json(partial / DESCRIPTION_NAME, description)
             size = sum(file.stat().st_size for file in partial.iterdir())
         _check_target(target, options)
@@ -128,7 +144,7 @@ def synthesize(
         raise CheckpointError(f"{target}: cannot write: {error.strerror or error}") from error
     finally:
         _remove(partial)
-    return SynthResult(target, weights.spec, size, description, routing)
+    return size
 
 
 def _write_companions(directory: Path, config: dict[str, Any]) -> None:

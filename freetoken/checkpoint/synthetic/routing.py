@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from freetoken.checkpoint.synthetic.forward import EXACT_WEIGHTS, NumpyModel
+from freetoken import _native
+from freetoken.checkpoint.synthetic.forward import EXACT_WEIGHTS, SyntheticModel
 from freetoken.checkpoint.synthetic.locality import benchmark_prompt
 from freetoken.checkpoint.synthetic.weights import SyntheticWeights
 from freetoken.errors import CheckpointError
@@ -83,12 +84,16 @@ def measure_routing(
         )
     walk = weights.walk.after(int(weights.walk.order[0]), num_tokens + 1)
     sequences = np.stack([walk[:-1], benchmark_prompt(spec, num_tokens, 0.0, weights.seed)])
-    with ThreadPoolExecutor(num_threads, "measure") as pool:
-        model = NumpyModel(weights, pool, exact_weights)
-        embeddings = model.embed(sequences)
-        run = model.forward(sequences)
-        last = slice(num_tokens - _LOGIT_TOKENS, num_tokens)
-        logits = model.logits(run.residual[0, last])
+    last = slice(num_tokens - _LOGIT_TOKENS, num_tokens)
+    workers = _native.WorkerPool(num_threads)
+    try:
+        with ThreadPoolExecutor(num_threads, "measure") as pool:
+            model = SyntheticModel(weights, pool, workers, exact_weights)
+            embeddings = model.embed(sequences)
+            run = model.forward(sequences)
+            logits = model.logits(run.residual[0, last])
+    finally:
+        workers.close()
     if not (np.isfinite(run.residual).all() and np.isfinite(logits).all()):
         raise CheckpointError("the generated model is not numerically sane: activations or logits are not finite")
     lengths = np.linalg.norm(embeddings, axis=-1) * np.linalg.norm(run.residual, axis=-1)

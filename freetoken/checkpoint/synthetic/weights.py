@@ -70,7 +70,7 @@ class SyntheticWeights:
     def __init__(self, config: Mapping[str, Any], dtype: str, locality: float = 0.0, seed: int = 0) -> None:
         if dtype not in DTYPES:
             raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-        self.config = dict(config)
+        self.config = {**config, "dtype": "bfloat16" if dtype == "bf16" else "float32"}
         self.dtype = dtype
         self.locality = locality
         self.seed = seed

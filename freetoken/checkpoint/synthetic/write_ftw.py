@@ -45,9 +45,8 @@ def write_ftw(
     ``source`` describes the generation, for the index and as its identity. ``companions(directory, config)`` writes the
     files beside the data. Memory: one record a thread, and a few MiB of dense chunks.
     """
-    config = {**weights.config, "dtype": "bfloat16" if weights.dtype == "bf16" else "float32"}
     plan = plan_index(
-        config,
+        weights.config,
         {name: weights.dtype_of(name) for name in weights.shapes},
         [weights.dtype] * len(weights.spec.moe_layers),
         max_file_bytes=max_file_bytes,
@@ -74,7 +73,9 @@ def write_ftw(
                 counter.add(layout.stride_bytes, f"layer {plan.spec.moe_layers[layer]} expert {expert}")
 
         for_each(write_run, _runs(plan, writer), num_threads)
-        return writer.finish({**source, "fingerprint": fingerprint}, lambda directory: companions(directory, config))
+        return writer.finish(
+            {**source, "fingerprint": fingerprint}, lambda directory: companions(directory, weights.config)
+        )
 
 
 def _chunk(weights: SyntheticWeights, name: str, rows: tuple[int, int]) -> Stored:
