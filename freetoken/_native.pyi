@@ -210,7 +210,13 @@ class Mailbox:
 
     @staticmethod
     def required_bytes(
-        max_tokens: int, top_k: int, hidden: int, num_layers: int, num_experts: int, max_shared_tokens: int = 0
+        max_tokens: int,
+        top_k: int,
+        hidden: int,
+        num_layers: int,
+        num_experts: int,
+        max_shared_tokens: int = 0,
+        route_rows: bool = True,
     ) -> int: ...
     @staticmethod
     def create(
@@ -222,9 +228,11 @@ class Mailbox:
         num_layers: int,
         num_experts: int,
         max_shared_tokens: int = 0,
+        route_rows: bool = True,
     ) -> Mailbox:
         """``max_shared_tokens``: tokens of a publish in which CpuExecutor may take part (rows of hidden and partial); 0:
-        max_tokens. Longer publishes must be for the device alone."""
+        max_tokens. Longer publishes must be for the device alone. ``route_rows``: partial has room for a row per route,
+        which deterministic publishes need."""
 
     @staticmethod
     def attach(segment: SharedSegment) -> Mailbox:
@@ -243,8 +251,8 @@ class Mailbox:
         num_fetches, num_cpu, num_routes, num_admitted, num_evicted: u32) and entry_(expert, kind, source_slot,
         destination_slot, first_route, num_routes: i32). ``request_bytes, plan_header_bytes, entry_bytes``: sizes.
         ``flag_deterministic, flag_device_only, flag_device_client``, ``kind_hit, kind_fetch, kind_cpu``, ``abort_NAME``:
-        values. ``max_tokens, top_k, hidden, num_layers, num_experts, max_shared_tokens, max_entries``: geometry.
-        ``version, total_bytes``.
+        values. ``max_tokens, top_k, hidden, num_layers, num_experts, max_shared_tokens, route_rows (0, 1),
+        max_entries``: geometry. ``version, total_bytes``.
         """
 
     def abort(self, reason: str = "requested") -> None:

@@ -45,11 +45,14 @@ std::uint32_t unsigned_argument(const char* name, std::int64_t value) {
 }
 
 MailboxGeometry make_geometry(std::int64_t max_tokens, std::int64_t top_k, std::int64_t hidden, std::int64_t num_layers,
-                              std::int64_t num_experts, std::int64_t max_shared_tokens) {
-  return MailboxGeometry{
-      unsigned_argument("max_tokens", max_tokens),   unsigned_argument("top_k", top_k),
-      unsigned_argument("hidden", hidden),           unsigned_argument("num_layers", num_layers),
-      unsigned_argument("num_experts", num_experts), unsigned_argument("max_shared_tokens", max_shared_tokens)};
+                              std::int64_t num_experts, std::int64_t max_shared_tokens, bool route_rows) {
+  return MailboxGeometry{unsigned_argument("max_tokens", max_tokens),
+                         unsigned_argument("top_k", top_k),
+                         unsigned_argument("hidden", hidden),
+                         unsigned_argument("num_layers", num_layers),
+                         unsigned_argument("num_experts", num_experts),
+                         unsigned_argument("max_shared_tokens", max_shared_tokens),
+                         route_rows ? 1u : 0u};
 }
 
 // Everything a client without this library needs. Names: X_offset from the start of the segment, X_field within its
@@ -65,6 +68,7 @@ py::dict describe_layout(const Mailbox& mailbox) {
   d["num_layers"] = g.num_layers;
   d["num_experts"] = g.num_experts;
   d["max_shared_tokens"] = g.max_shared_tokens;
+  d["route_rows"] = g.route_rows;
   d["max_entries"] = mailbox.max_entries();
 
   d["total_bytes"] = o.total_bytes;
@@ -216,22 +220,23 @@ void bind_mailbox_class(py::module_& m) {
       .def_static(
           "required_bytes",
           [](std::int64_t max_tokens, std::int64_t top_k, std::int64_t hidden, std::int64_t num_layers,
-             std::int64_t num_experts, std::int64_t max_shared_tokens) {
+             std::int64_t num_experts, std::int64_t max_shared_tokens, bool route_rows) {
             return Mailbox::required_bytes(
-                make_geometry(max_tokens, top_k, hidden, num_layers, num_experts, max_shared_tokens));
+                make_geometry(max_tokens, top_k, hidden, num_layers, num_experts, max_shared_tokens, route_rows));
           },
           py::arg("max_tokens"), py::arg("top_k"), py::arg("hidden"), py::arg("num_layers"), py::arg("num_experts"),
-          py::arg("max_shared_tokens") = 0)
+          py::arg("max_shared_tokens") = 0, py::arg("route_rows") = true)
       .def_static(
           "create",
           [](std::shared_ptr<SharedSegment> segment, std::int64_t epoch, std::int64_t max_tokens, std::int64_t top_k,
-             std::int64_t hidden, std::int64_t num_layers, std::int64_t num_experts, std::int64_t max_shared_tokens) {
+             std::int64_t hidden, std::int64_t num_layers, std::int64_t num_experts, std::int64_t max_shared_tokens,
+             bool route_rows) {
             return Mailbox::create(
                 std::move(segment), epoch,
-                make_geometry(max_tokens, top_k, hidden, num_layers, num_experts, max_shared_tokens));
+                make_geometry(max_tokens, top_k, hidden, num_layers, num_experts, max_shared_tokens, route_rows));
           },
           py::arg("segment").none(false), py::arg("epoch"), py::arg("max_tokens"), py::arg("top_k"), py::arg("hidden"),
-          py::arg("num_layers"), py::arg("num_experts"), py::arg("max_shared_tokens") = 0)
+          py::arg("num_layers"), py::arg("num_experts"), py::arg("max_shared_tokens") = 0, py::arg("route_rows") = true)
       .def_static("attach", &Mailbox::attach, py::arg("segment").none(false))
       .def_property_readonly("epoch", &Mailbox::epoch)
       .def_property_readonly("segment", &Mailbox::segment)

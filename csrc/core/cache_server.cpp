@@ -109,7 +109,8 @@ bool CacheServer::answer(std::uint32_t seq) {
                             mailbox_->admit(),
                             (request.flags & kDeviceOnly) != 0};
   AbortReason refusal = AbortReason::kNone;
-  if (request.seq != seq) {
+  const bool wants_rows = (request.flags & kDeterministic) != 0;
+  if (request.seq != seq || (wants_rows && mailbox_->geometry().route_rows == 0)) {
     refusal = AbortReason::kBadPublish;
   } else if ((request.flags & kDeviceClient) != 0 && !wait_.device_client()) {
     refusal = AbortReason::kNoBell;  // this publish was found by chance

@@ -97,6 +97,7 @@ bool CpuServer::run(const CpuShare& share) {
   const int layer = static_cast<int>(share.layer);
   const std::size_t num_routes = static_cast<std::size_t>(share.num_tokens) * share.top_k;
   const bool deterministic = (share.flags & kDeterministic) != 0;
+  if (deterministic && g.route_rows == 0) return false;
   const PlanEntry* entries = mailbox_->entries() + share.first_entry;
   const std::int32_t* routes = mailbox_->routes();
   jobs_.clear();

@@ -68,6 +68,9 @@ DeviceClient::DeviceClient(std::shared_ptr<Mailbox> mailbox, std::shared_ptr<Exp
   if (!(wait_timeout_s > 0.0)) {
     throw std::invalid_argument("device client: wait_timeout_s " + std::to_string(wait_timeout_s) + " is not above 0");
   }
+  if (deterministic && g.route_rows == 0) {
+    throw std::invalid_argument("device client: the mailbox has no rows per route, which deterministic needs");
+  }
   if (slots_) {
     for (int layer = 0; layer < store_->num_layers(); ++layer) {
       if (slot_stride_bytes < store_->layout(layer).stride_bytes) {

@@ -20,47 +20,46 @@ LayerPlanner::LayerPlanner(const MailboxGeometry& geometry, std::uint32_t max_en
                                 std::to_string(num_records) + " records");
   }
   uses_.reserve(max_entries);
-  num_routes_.reserve(max_entries);
   misses_.reserve(max_entries);
   scores_.assign(max_entries, 0.0);
-  next_route_.assign(max_entries, 0);
   can_fetch_.assign(max_entries, 0);
-  use_of_expert_.assign(geometry.num_experts, -1);
+  routes_of_.assign(geometry.num_experts, 0);
+  admitting_of_.assign(geometry.num_experts, 0);
+  next_route_of_.assign(geometry.num_experts, 0);
 }
 
+void LayerPlanner::forget_counts() {
+  for (const ExpertUse& use : uses_) routes_of_[use.expert] = admitting_of_[use.expert] = 0;
+}
+
+// The counting half of a counting sort by expert. A long publish has tens of thousands of routes, so the loop over them
+// does as little as possible.
 bool LayerPlanner::collect(const PublishView& p) {
   uses_.clear();
-  num_routes_.clear();
   num_admitting_tokens_ = 0;
   total_routes_ = 0;
-  bool valid = true;
-  for (int t = 0; t < p.num_tokens && valid; ++t) {
-    const bool admits = p.admit[t] != 0;
-    bool is_padding = true;
+  std::int32_t* const routes_of = routes_of_.data();
+  for (int t = 0; t < p.num_tokens; ++t) {
+    const std::int32_t* ids = p.ids + static_cast<std::ptrdiff_t>(t) * p.top_k;
+    const std::int32_t routes_before = total_routes_;
     for (int k = 0; k < p.top_k; ++k) {
-      const std::int32_t expert = p.ids[t * p.top_k + k];
-      if (expert == -1) continue;
-      if (expert < 0 || expert >= static_cast<std::int32_t>(geometry_.num_experts)) {
-        valid = false;
-        break;
+      const std::int32_t expert = ids[k];
+      if (static_cast<std::uint32_t>(expert) >= geometry_.num_experts) {
+        if (expert == -1) continue;
+        forget_counts();
+        return false;
       }
-      is_padding = false;
-      std::int32_t& use = use_of_expert_[expert];
-      if (use < 0) {
-        use = static_cast<std::int32_t>(uses_.size());
-        uses_.push_back(ExpertUse{.expert = expert});
-        num_routes_.push_back(0);
-      }
-      ++num_routes_[use];
-      uses_[use].tokens += admits;
+      if (routes_of[expert]++ == 0) uses_.push_back(ExpertUse{.expert = expert});
       ++total_routes_;
     }
-    num_admitting_tokens_ += admits && !is_padding;
+    if (p.admit[t] == 0 || total_routes_ == routes_before) continue;
+    ++num_admitting_tokens_;
+    for (int k = 0; k < p.top_k; ++k) {
+      if (ids[k] >= 0) ++admitting_of_[ids[k]];
+    }
   }
-  if (!valid) {
-    for (const ExpertUse& use : uses_) use_of_expert_[use.expert] = -1;
-  }
-  return valid;
+  for (ExpertUse& use : uses_) use.tokens = admitting_of_[use.expert];
+  return true;
 }
 
 // Those that can be fetched before those that cannot; the best first: those are the ones worth a slot. Ties go to more
@@ -70,7 +69,9 @@ void LayerPlanner::order_misses(const PublishView& p, const SlotTable& slots) {
   std::sort(misses_.begin(), misses_.end(), [this](std::int32_t a, std::int32_t b) {
     if (can_fetch_[a] != can_fetch_[b]) return can_fetch_[a] > can_fetch_[b];
     if (scores_[a] != scores_[b]) return scores_[a] > scores_[b];
-    if (num_routes_[a] != num_routes_[b]) return num_routes_[a] > num_routes_[b];
+    const std::int32_t routes_a = routes_of_[uses_[a].expert];
+    const std::int32_t routes_b = routes_of_[uses_[b].expert];
+    if (routes_a != routes_b) return routes_a > routes_b;
     return a < b;
   });
 }
@@ -116,7 +117,7 @@ AbortReason LayerPlanner::plan(const PublishView& p, SlotTable& slots, double fe
     header.num_evicted = static_cast<std::uint32_t>(slots.evicted_total() - evicted_before);
     write_entries(p, in_place, num_fetches, entries, routes);
   }
-  for (const ExpertUse& use : uses_) use_of_expert_[use.expert] = -1;
+  forget_counts();
   return refused ? AbortReason::kNotFetchable : AbortReason::kNone;
 }
 
@@ -125,10 +126,11 @@ void LayerPlanner::write_entries(const PublishView& p, bool in_place, int num_fe
   std::int32_t first_route = 0;
   std::int32_t num_written = 0;
   const auto write = [&](std::int32_t i, EntryKind kind) {
-    entries[num_written++] =
-        PlanEntry{uses_[i].expert, kind, uses_[i].slot, uses_[i].destination, first_route, num_routes_[i], {0, 0}};
-    next_route_[i] = first_route;
-    first_route += num_routes_[i];
+    const ExpertUse& use = uses_[i];
+    const std::int32_t num_routes = routes_of_[use.expert];
+    entries[num_written++] = PlanEntry{use.expert, kind, use.slot, use.destination, first_route, num_routes, {0, 0}};
+    next_route_of_[use.expert] = first_route;
+    first_route += num_routes;
   };
   for (std::size_t i = 0; i < uses_.size(); ++i) {
     if (in_place ? can_fetch_[i] : uses_[i].slot >= 0) write(static_cast<std::int32_t>(i), EntryKind::kHit);
@@ -137,8 +139,13 @@ void LayerPlanner::write_entries(const PublishView& p, bool in_place, int num_fe
     write(misses_[m], static_cast<int>(m) < num_fetches ? EntryKind::kFetch : EntryKind::kCpu);
   }
   const std::int32_t num_ids = p.num_tokens * p.top_k;
+  std::int32_t* const next_route_of = next_route_of_.data();
   for (std::int32_t route = 0; route < num_ids; ++route) {
-    if (p.ids[route] >= 0) routes[next_route_[use_of_expert_[p.ids[route]]]++] = route;
+    const std::int32_t expert = p.ids[route];
+    if (static_cast<std::uint32_t>(expert) >= geometry_.num_experts) continue;
+    std::int32_t& next = next_route_of[expert];
+    // Always true, unless a device overwrites ids after it gave up waiting: such a plan is void but must do no harm.
+    if (next < num_ids) routes[next++] = route;
   }
 }
 

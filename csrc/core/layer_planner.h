@@ -40,6 +40,7 @@ class LayerPlanner {
 
  private:
   bool collect(const PublishView& publish);
+  void forget_counts();
   void order_misses(const PublishView& publish, const SlotTable& slots);
   void write_entries(const PublishView& publish, bool in_place, int num_fetches, PlanEntry* entries,
                      std::int32_t* routes);
@@ -49,13 +50,14 @@ class LayerPlanner {
 
   MailboxGeometry geometry_;
   std::vector<std::uint8_t> fetchable_;
-  std::vector<ExpertUse> uses_;              // distinct experts in order of appearance
-  std::vector<std::int32_t> num_routes_;     // by use
-  std::vector<std::int32_t> use_of_expert_;  // by expert; -1 between publishes
-  std::vector<std::int32_t> misses_;         // indices into uses_
-  std::vector<double> scores_;               // by use; of misses only
-  std::vector<std::uint8_t> can_fetch_;      // by use
-  std::vector<std::int32_t> next_route_;     // by use: where its next route goes
+  std::vector<ExpertUse> uses_;          // distinct experts in order of appearance
+  std::vector<std::int32_t> misses_;     // indices into uses_
+  std::vector<double> scores_;           // by use; of misses only
+  std::vector<std::uint8_t> can_fetch_;  // by use
+  // By expert; the first two are 0 between publishes.
+  std::vector<std::int32_t> routes_of_;
+  std::vector<std::int32_t> admitting_of_;   // routes of admitting tokens
+  std::vector<std::int32_t> next_route_of_;  // where its next route goes
   std::int32_t num_admitting_tokens_ = 0;
   std::int32_t total_routes_ = 0;
 };

@@ -29,6 +29,9 @@ void check_geometry(const MailboxGeometry& g) {
   check_range("num_layers", g.num_layers, 1u << 12);
   check_range("num_experts", g.num_experts, 1u << 16);
   check_range("max_shared_tokens", g.max_shared_tokens, g.max_tokens);
+  if (g.route_rows > 1) {
+    throw std::invalid_argument("mailbox: route_rows " + std::to_string(g.route_rows) + " is not 0 or 1");
+  }
 }
 
 // With the default filled in, and checked.
@@ -66,7 +69,7 @@ MailboxOffsets plan_offsets(const MailboxGeometry& g) {
   o.routes = place(routes * sizeof(std::int32_t));
   o.slot_of = place(std::uint64_t{g.num_layers} * g.num_experts * sizeof(std::int32_t));
   o.ring = place(Ring<CpuShare>::required_bytes(kRingCapacity));
-  o.partial = place(shared_tokens * g.top_k * g.hidden * sizeof(float), kPartialAlignment);
+  o.partial = place(shared_tokens * (g.route_rows != 0 ? g.top_k : 1) * g.hidden * sizeof(float), kPartialAlignment);
   o.total_bytes = align_up(end, kPartialAlignment);
   return o;
 }

@@ -20,9 +20,9 @@
 //   routes       i32 [T * K]               ExpertCache  route indices t * K + k, grouped by entry
 //   slot_of      i32 [L, E]                ExpertCache  the slot in which a record can be read, or -1
 //   ring         Ring<CpuShare>            ExpertCache  -> CpuExecutor
-//   partial      f32 [S * K, H]            CpuExecutor  [T, H] sums of the CPU share, or with kDeterministic one
+//   partial      f32 [S or S * K, H]       CpuExecutor  [T, H] sums of the CPU share, or with kDeterministic one
 //                                                       weighted row per route of it (a CPU client puts its own
-//                                                       rows beside them)
+//                                                       rows beside them); that needs geometry.route_rows
 //
 // T and K in index arithmetic are those of the request header, not the maxima. One publish is outstanding at a time:
 // the client publishes again only after it has seen `plan`, and `part` where the plan has a CPU share. By publishing
@@ -36,6 +36,11 @@
 // A GPU client publishes by a system-scope release store of the sequence number into req's value and rings no bell; it
 // sets kDeviceClient, and the servers are started for it (device_client). It watches plan's and part's value with
 // acquire loads, and `abort`. A publish of more than S tokens must be kDeviceOnly.
+//
+// After an abort the rest of a GPU's step may still write request regions and req. Nothing that is computed then
+// counts.
+//
+// Without route_rows no publish may be kDeterministic.
 #pragma once
 
 #include <memory>
@@ -57,6 +62,7 @@ struct MailboxGeometry {
   std::uint32_t num_layers = 0;
   std::uint32_t num_experts = 0;
   std::uint32_t max_shared_tokens = 0;  // tokens of a publish in which the CPU takes part; 0: max_tokens
+  std::uint32_t route_rows = 1;         // 1: publishes may be kDeterministic
 };
 
 // Byte offsets from the start of the segment.

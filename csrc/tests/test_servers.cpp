@@ -3,11 +3,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <cmath>
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <optional>
 #include <random>
 #include <string>
 #include <thread>
@@ -17,108 +15,18 @@
 #include "check.h"
 #include "cpu_server.h"
 #include "device_client.h"
+#include "expert_bank.h"
 
 namespace {
 
-constexpr int kLayers = 3, kExperts = 8, kTopK = 2, kHidden = 32, kInner = 24, kMaxTokens = 6;
-constexpr ft::MailboxGeometry kGeometry{kMaxTokens, kTopK, kHidden, kLayers, kExperts};
+using namespace ft_test;
 
-ft::RecordLayout make_layout() {
-  constexpr int kColumns = 8;
-  constexpr std::int64_t kMatrix = kColumns * kHidden * sizeof(float);
-  ft::RecordLayout layout;
-  layout.dtype = ft::DType::kF32;
-  layout.hidden = kHidden;
-  layout.intermediate = kInner;
-  layout.tile_columns = kColumns;
-  layout.num_tiles = kInner / kColumns;
-  layout.tile_stride_bytes = 3 * kMatrix;
-  layout.stride_bytes = (layout.num_tiles * layout.tile_stride_bytes + 4095) / 4096 * 4096;
-  layout.up_offset = kMatrix;
-  layout.down_offset = 2 * kMatrix;
-  return layout;
+std::vector<float> run(const Batch& batch, ft::DeviceClient& client) {
+  std::vector<float> out(batch.num_tokens * kHidden, std::numeric_limits<float>::quiet_NaN());
+  client.forward(batch.layer, batch.num_tokens, kTopK, batch.hidden.data(), batch.ids.data(), batch.weights.data(),
+                 batch.admit.data(), out.data());
+  return out;
 }
-
-// A model's records, and what they compute, in double.
-struct Bank {
-  Bank() : layout(make_layout()) {
-    const std::size_t count = kLayers * kExperts;
-    segment = ft::SharedSegment::create("store", count * layout.stride_bytes);
-    std::mt19937 random(5);
-    std::normal_distribution<float> normal(0.0f, 0.2f);
-    auto* values = reinterpret_cast<float*>(segment->data());
-    for (std::size_t i = 0; i < segment->size_bytes() / sizeof(float); ++i) values[i] = normal(random);
-    std::vector<std::int64_t> offsets;
-    for (std::size_t i = 0; i < count; ++i) offsets.push_back(static_cast<std::int64_t>(i) * layout.stride_bytes);
-    store = std::make_shared<ft::ExpertStore>(std::vector{segment}, std::vector{layout},
-                                              std::vector<std::int32_t>(kLayers, 0),
-                                              std::vector<std::int32_t>(count, 0), offsets);
-  }
-
-  void add_expert(int layer, int expert, const float* x, double weight, double* out) const {
-    const std::byte* record = store->record(layer, expert);
-    for (int tile = 0; tile < layout.num_tiles; ++tile) {
-      const std::byte* base = record + tile * layout.tile_stride_bytes;
-      for (int column = 0; column < layout.tile_columns; ++column) {
-        const auto row = [&](std::int64_t offset) {
-          return reinterpret_cast<const float*>(base + offset) + column * kHidden;
-        };
-        double gate = 0, up = 0;
-        for (int h = 0; h < kHidden; ++h) {
-          gate += double{row(layout.gate_offset)[h]} * x[h];
-          up += double{row(layout.up_offset)[h]} * x[h];
-        }
-        const double inner = gate / (1.0 + std::exp(-gate)) * up;
-        for (int h = 0; h < kHidden; ++h) out[h] += weight * inner * row(layout.down_offset)[h];
-      }
-    }
-  }
-
-  ft::RecordLayout layout;
-  std::shared_ptr<ft::SharedSegment> segment;
-  std::shared_ptr<ft::ExpertStore> store;
-};
-
-struct Batch {
-  explicit Batch(std::mt19937& random) : num_tokens(1 + static_cast<int>(random() % kMaxTokens)) {
-    std::normal_distribution<float> normal;
-    layer = static_cast<int>(random() % kLayers);
-    for (int t = 0; t < num_tokens; ++t) {
-      const bool is_padding = random() % 6 == 0;
-      admit.push_back(random() % 3 != 0);
-      for (int h = 0; h < kHidden; ++h) hidden.push_back(normal(random));
-      const int first = static_cast<int>(random() % kExperts);
-      const int second = static_cast<int>((first + 1 + random() % (kExperts - 1)) % kExperts);
-      for (const int expert : {first, second}) {
-        ids.push_back(is_padding ? -1 : expert);
-        weights.push_back(is_padding ? 0.0f : 0.25f + 0.1f * static_cast<float>(random() % 5));
-      }
-    }
-  }
-
-  void check(const Bank& bank, const std::vector<float>& out) const {
-    for (int t = 0; t < num_tokens; ++t) {
-      double expected[kHidden] = {};
-      for (int k = 0; k < kTopK; ++k) {
-        const int route = t * kTopK + k;
-        if (ids[route] >= 0) bank.add_expert(layer, ids[route], &hidden[t * kHidden], weights[route], expected);
-      }
-      for (int h = 0; h < kHidden; ++h) CHECK(std::abs(out[t * kHidden + h] - expected[h]) < 1e-4);
-    }
-  }
-
-  std::vector<float> run(ft::DeviceClient& client) const {
-    std::vector<float> out(num_tokens * kHidden, std::numeric_limits<float>::quiet_NaN());
-    client.forward(layer, num_tokens, kTopK, hidden.data(), ids.data(), weights.data(), admit.data(), out.data());
-    return out;
-  }
-
-  int num_tokens;
-  int layer;
-  std::vector<float> hidden, weights;
-  std::vector<std::int32_t> ids;
-  std::vector<std::uint8_t> admit;
-};
 
 struct Settings {
   int num_slots = 6;
@@ -129,17 +37,6 @@ struct Settings {
   double timeout_s = 60.0;
   ft::SlotPolicy policy = ft::SlotPolicy::kCrf;
 };
-
-std::shared_ptr<ft::WorkerPool> make_pool(int threads) {
-  return std::make_shared<ft::WorkerPool>(threads, std::vector<int>{}, 0, ft::resolve_isa("auto"));
-}
-
-std::shared_ptr<ft::SharedSegment> make_arena(const Bank& bank, int num_slots) {
-  if (num_slots == 0) return nullptr;
-  auto arena = ft::SharedSegment::create("arena", num_slots * bank.layout.stride_bytes);
-  std::memset(arena->data(), 0xff, arena->size_bytes());  // NaNs: whoever reads a slot too early shows it
-  return arena;
-}
 
 struct Group {
   Group(const Bank& bank, const Settings& s)
@@ -176,7 +73,7 @@ void test_results(const Bank& bank, const Settings& settings, int count) {
   std::mt19937 random(11);
   for (int i = 0; i < count; ++i) {
     const Batch batch(random);
-    batch.check(bank, batch.run(group.client));
+    batch.check(bank, run(batch, group.client));
   }
   const ft::StepCounters step = group.client.step_counters();
   group.stop();
@@ -210,7 +107,7 @@ void test_deterministic(const Bank& bank) {
       std::mt19937 random(21);
       for (std::size_t i = 0; i < 40; ++i) {
         const Batch batch(random);
-        const std::vector<float> out = batch.run(group.client);
+        const std::vector<float> out = run(batch, group.client);
         if (first.size() <= i) {
           batch.check(bank, out);
           first.push_back(out);
@@ -221,18 +118,6 @@ void test_deterministic(const Bank& bank) {
     }
   }
 }
-
-template <class Function>
-std::string failure_of(const Function& function) {
-  try {
-    function();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "";
-}
-
-bool begins(const std::string& text, const char* prefix) { return text.rfind(prefix, 0) == 0; }
 
 void test_abort_at_any_moment(const Bank& bank) {
   std::mt19937 random(31);
@@ -245,7 +130,7 @@ void test_abort_at_any_moment(const Bank& bank) {
     std::thread step([&] {
       std::mt19937 step_random(seed);
       failure = failure_of([&] {
-        for (;;) Batch(step_random).run(group.client);
+        for (;;) run(Batch(step_random), group.client);
       });
     });
     // Some work first, then an abort wherever the parties happen to be.
@@ -269,7 +154,7 @@ void test_abort_at_any_moment(const Bank& bank) {
     }
     step.join();
     CHECK(begins(failure, "aborted"));
-    CHECK(begins(failure_of([&] { Batch(random).run(group.client); }), "aborted"));  // dead for good
+    CHECK(begins(failure_of([&] { run(Batch(random), group.client); }), "aborted"));  // dead for good
     group.stop();
     group.stop();
     group.slots->check_integrity();
@@ -284,10 +169,10 @@ void test_late_parties(const Bank& bank) {
     Group group(bank, settings);
     group.cpu.start();
     const Batch batch(random);
-    const std::string failure = failure_of([&] { batch.run(group.client); });
+    const std::string failure = failure_of([&] { run(batch, group.client); });
     CHECK(begins(failure, "ExpertCache did not answer expert layer"));
     CHECK(failure.find("0.02 s") != std::string::npos);
-    CHECK(begins(failure_of([&] { batch.run(group.client); }), "aborted: ExpertCache was late"));
+    CHECK(begins(failure_of([&] { run(batch, group.client); }), "aborted: ExpertCache was late"));
     group.stop();
   }
   {
@@ -295,7 +180,7 @@ void test_late_parties(const Bank& bank) {
     group.cache.start();
     Batch batch(random);
     while (batch.ids[0] < 0) batch = Batch(random);
-    CHECK(begins(failure_of([&] { batch.run(group.client); }), "CpuExecutor did not answer expert layer"));
+    CHECK(begins(failure_of([&] { run(batch, group.client); }), "CpuExecutor did not answer expert layer"));
     group.stop();
   }
 }
@@ -308,15 +193,15 @@ void test_bad_input(const Bank& bank) {
   const std::int32_t good = batch.ids[1];
   for (const std::int32_t bad : {kExperts, -2, std::numeric_limits<std::int32_t>::max()}) {
     batch.ids[1] = bad;
-    const std::string failure = failure_of([&] { batch.run(group.client); });
+    const std::string failure = failure_of([&] { run(batch, group.client); });
     CHECK(failure.find("ids[0, 1] is " + std::to_string(bad)) != std::string::npos);
     CHECK(failure.find("0..7") != std::string::npos);
   }
   batch.ids[1] = good;
   batch.layer = kLayers;
-  CHECK(begins(failure_of([&] { batch.run(group.client); }), "layer 3 is not in 0..2"));
+  CHECK(begins(failure_of([&] { run(batch, group.client); }), "layer 3 is not in 0..2"));
   batch.layer = 0;
-  batch.check(bank, batch.run(group.client));  // refused input left nothing behind
+  batch.check(bank, run(batch, group.client));  // refused input left nothing behind
 
   // A client that does not check its ids (a GPU kernel) is stopped by the server.
   group.mailbox->request() = ft::RequestHeader{group.mailbox->req().load() + 1, 0, 0, 1, kTopK, 0};
@@ -386,14 +271,14 @@ void test_processes(const Bank& bank, bool deterministic) {
     std::mt19937 random(61);
     for (int i = 0; i < 150; ++i) {
       const Batch batch(random);
-      batch.check(bank, batch.run(client));
+      batch.check(bank, run(batch, client));
     }
     const ft::StepCounters counters = client.step_counters();
     CHECK(counters.hits > 0 && counters.fetches > 0 && counters.cpu > 0);
     CHECK(kill(cpu_process, SIGKILL) == 0);
     CHECK(waitpid(cpu_process, nullptr, 0) == cpu_process);
     const std::string failure = failure_of([&] {
-      for (;;) Batch(random).run(client);
+      for (;;) run(Batch(random), client);
     });
     CHECK(begins(failure, "CpuExecutor did not answer"));
   }

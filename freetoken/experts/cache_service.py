@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from freetoken._native import CacheServer, Mailbox, SharedSegment, SlotTable
+from freetoken.checkpoint.ftw import FtwIndex
+from freetoken.errors import CapacityError, ConfigError
 from freetoken.experts.arrivals import Arrivals
+from freetoken.experts.device_client import fetchable_records, is_device_client, plan_mailbox, server_spin_us
 from freetoken.experts.reports import StepReporter
 from freetoken.launch_spec import LaunchSpec
 from freetoken.messages import ActorName, ArenaReady, MailboxShared, StepNotice, Wiring
 from freetoken.service import Service
 from freetoken.transport import Endpoint
+from freetoken.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
 WIRE_TIMEOUT_S = 60.0
-_COUNTED = ("hits", "fetches", "cpu", "admitted", "evicted", "fetched_bytes", "cpu_bytes", "publishes")
+_COUNTED = ("hits", "fetches", "cpu", "admitted", "evicted", "fetched_bytes", "cpu_bytes", "publishes", "plan_ns")
 
 
 class ExpertCacheService(Service):
@@ -30,6 +38,7 @@ class ExpertCacheService(Service):
     def __init__(self, spec: LaunchSpec, endpoint: Endpoint) -> None:
         super().__init__(spec, endpoint)
         self.slots: SlotTable | None = None
+        self.fetch_fraction = spec.config.experts.fetch_fraction
         self._arena_id: str | None = None
         self._arrivals: Arrivals[ArenaReady] = Arrivals("the arena")
         self._mailbox: Mailbox | None = None
@@ -44,26 +53,33 @@ class ExpertCacheService(Service):
     async def wire(self, wiring: Wiring) -> None:
         """Make this epoch's mailbox, send it out, wait for GpuExecutor's arena, start serving.
 
-        Raises ``PeerLostError`` when GpuExecutor or CpuExecutor is gone, or the arena does not come within a minute.
+        Raises ``PeerLostError`` when GpuExecutor or CpuExecutor is gone, or the arena does not come within a minute;
+        ``CapacityError`` when there is no memory for the mailbox.
         """
         self._end_epoch()
         if not self.spec.model.is_moe:
             await super().wire(wiring)
             return
+        segment = await asyncio.to_thread(self._new_segment)
         self._arrivals.expect(ActorName.GPU_EXECUTOR)
         await super().wire(wiring)
-        self._mailbox = self._share_new_mailbox()
+        self._mailbox = Mailbox.create(segment, self.epoch, *plan_mailbox(self.spec))
+        for peer in (ActorName.CPU_EXECUTOR, ActorName.GPU_EXECUTOR):
+            self.endpoint.send(peer, MailboxShared(self.epoch, segment.size_bytes), [segment.fd])
+        mailbox = self._mailbox
         arena = (await self._arrivals.wait(WIRE_TIMEOUT_S))[ActorName.GPU_EXECUTOR]
+        fetchable = await self._fetchable(arena)
         slots = self._slots_for(arena)
-        plan, config, model = self.spec.plan, self.spec.config, self.spec.model
-        stride_bytes = [self.spec.layouts[i].stride_bytes for i in self.spec.layer_layout]
+        model = self.spec.model
         self._server = CacheServer(
-            self._mailbox,
+            mailbox,
             slots,
-            config.experts.fetch_fraction,
-            slots.num_slots == 0,
-            plan.spin_us,
-            stride_bytes,
+            self.fetch_fraction,
+            self.spec.plan.in_place,
+            server_spin_us(self.spec),
+            [self.spec.layouts[i].stride_bytes for i in self.spec.layer_layout],
+            is_device_client(self.spec),
+            fetchable,
         )
         self._server.start()
         logger.info(
@@ -75,20 +91,37 @@ class ExpertCacheService(Service):
             self._server.counters()["resident"],
         )
 
-    def _share_new_mailbox(self) -> Mailbox:
-        model, max_tokens = self.spec.model, self.spec.plan.max_batch_tokens
-        geometry = (
-            max_tokens,
-            model.num_experts_per_tok,
-            model.hidden_size,
-            len(model.moe_layers),
-            model.num_experts,
+    def _new_segment(self) -> SharedSegment:
+        """All pages are there before the first publish: a page fault would cost as much as a layer."""
+        size_bytes = Mailbox.required_bytes(*plan_mailbox(self.spec))
+        try:
+            segment = SharedSegment.create("freetoken-mailbox", size_bytes)
+            segment.populate()
+        except (MemoryError, OSError) as error:
+            raise CapacityError(
+                f"{format_bytes(size_bytes)} for the mailbox are not available ({error}); lower "
+                f"scheduler.max_num_batched_tokens={self.spec.config.scheduler.max_num_batched_tokens}"
+            ) from error
+        return segment
+
+    async def _fetchable(self, arena: ArenaReady) -> NDArray[np.bool_] | None:
+        """Which records the device can read in the store; None: all."""
+        if arena.fetchable is None:
+            return None
+        index = await asyncio.to_thread(FtwIndex.load, self.spec.checkpoint)
+        mask = fetchable_records(index, arena.fetchable)
+        if mask.all():
+            return None
+        stride_bytes = np.array([index.layout_of(layer).stride_bytes for layer in range(len(mask))], np.int64)
+        logger.warning(
+            "event=not_fetchable bytes=%d of=%d records=%d of=%d detail=%r",
+            int((~mask).sum(axis=1) @ stride_bytes),
+            index.expert_bytes,
+            mask.size - int(mask.sum()),
+            mask.size,
+            "the device cannot read these experts in host memory; CpuExecutor runs them unless a slot holds them",
         )
-        segment = SharedSegment.create("freetoken-mailbox", Mailbox.required_bytes(*geometry))
-        mailbox = Mailbox.create(segment, self.epoch, *geometry)
-        for peer in (ActorName.CPU_EXECUTOR, ActorName.GPU_EXECUTOR):
-            self.endpoint.send(peer, MailboxShared(self.epoch, segment.size_bytes), [segment.fd])
-        return mailbox
+        return mask
 
     def _slots_for(self, arena: ArenaReady) -> SlotTable:
         """The table that is true to the arena: emptied when the arena's contents were lost."""
@@ -102,6 +135,16 @@ class ExpertCacheService(Service):
             logger.info("event=slots_emptied epoch=%d slots=%d", self.epoch, arena.num_slots)
         self._arena_id = arena.arena_id
         return self.slots
+
+    async def set_split(self, fraction: float) -> None:
+        """Let the device fetch this share of every layer's misses from now on, also in later epochs (a lifecycle call:
+        the Controller's). Raises ``ConfigError`` for a share outside 0..1."""
+        if not 0.0 <= fraction <= 1.0:
+            raise ConfigError(f"experts.split q={fraction:g} is not from 0 to 1")
+        self.fetch_fraction = fraction
+        if self._server is not None:
+            self._server.set_fetch_fraction(fraction)
+        logger.info("event=split_set epoch=%d fetch_fraction=%g", self.epoch, fraction)
 
     async def pause(self, reason: str) -> None:
         """Abort the mailbox and stop the server; slots of unfinished fills become free."""
@@ -130,11 +173,18 @@ class ExpertCacheService(Service):
 
     def _on_step_notice(self, message: StepNotice, fds: tuple[int, ...]) -> None:
         self._steps_total += 1
-        if self._server is not None:
-            self._reporter.notice(message)
+        server = self._server
+        if server is None:
+            return
+        if message.num_tokens > 0:
+            server.notice()
+        else:  # only retires requests
+            server.rest()
+        self._reporter.notice(message)
 
     def metrics(self) -> dict[str, float]:
-        """Distinct (layer, expert) uses by where they ran, cumulative over epochs; slots by state."""
+        """Distinct (layer, expert) uses by where they ran, cumulative over epochs; slots by state;
+        ``plan_us``: mean time of planning one publish."""
         server = self._server
         current = server.counters() if server is not None else {}
         totals = {name: self._totals[name] + current.get(name, 0) for name in _COUNTED}
@@ -143,8 +193,12 @@ class ExpertCacheService(Service):
             resident, in_flight = self.slots.num_resident, 0
         else:
             resident, in_flight = current.get("resident", 0), current.get("in_flight", 0)
+        plan_ns = totals.pop("plan_ns")
         return {
             **{f"{name}_total": float(count) for name, count in totals.items()},
+            "plan_seconds_total": plan_ns / 1e9,
+            "plan_us": plan_ns / 1e3 / totals["publishes"] if totals["publishes"] else 0.0,
+            "fetch_fraction": self.fetch_fraction,
             "steps_total": float(self._steps_total),
             "slots": float(self.spec.plan.num_slots),
             "resident_slots": float(resident),

@@ -12,6 +12,7 @@ from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.checkpoint.held_store import HeldStore, close_fds, receive_store
 from freetoken.errors import FreeTokenError
 from freetoken.experts.arrivals import Arrivals
+from freetoken.experts.device_client import is_device_client, server_spin_us
 from freetoken.experts.reports import StepReporter
 from freetoken.launch_spec import LaunchSpec
 from freetoken.messages import ActorName, ActorState, ActorStatus, MailboxShared, StepNotice, StoreShared, Wiring
@@ -81,7 +82,9 @@ class CpuExecutorService(Service):
         if self._expert_store is None:
             index = await asyncio.to_thread(FtwIndex.load, self.spec.checkpoint)
             self._expert_store = self.store.build_expert_store(index)
-        self._server = CpuServer(self._mailbox, self._expert_store, self._pool, self.spec.plan.spin_us)
+        self._server = CpuServer(
+            self._mailbox, self._expert_store, self._pool, server_spin_us(self.spec), is_device_client(self.spec)
+        )
         self._server.start()
         logger.info(
             "event=cpu_wired epoch=%d threads=%d isa=%s store_bytes=%d",
@@ -146,8 +149,14 @@ class CpuExecutorService(Service):
 
     def _on_step_notice(self, message: StepNotice, fds: tuple[int, ...]) -> None:
         self._steps_total += 1
-        if self._server is not None:
-            self._reporter.notice(message)
+        server = self._server
+        if server is None:
+            return
+        if message.num_tokens > 0:
+            server.notice()
+        else:  # only retires requests
+            server.rest()
+        self._reporter.notice(message)
 
     def metrics(self) -> dict[str, float]:
         """Experts, routes and bytes computed since start; time spent on them; what is held."""

@@ -94,9 +94,9 @@ class RawMailbox:
     def await_plan(self, seq: int) -> RawPlan:
         """Raises ``RuntimeError`` when the mailbox is aborted, ``TimeoutError`` after ``WAIT_S``."""
         self._await("plan", seq)
-        names = ("seq", "num_hits", "num_fetches", "num_cpu", "num_routes", "num_admitted", "num_evicted")
-        row = self._struct("plan_header", "plan", dict.fromkeys(names, "u4"), "plan_header_bytes", 1)[0]
-        header = {name: int(row[name]) for name in names}
+        counts = ("seq", "num_hits", "num_fetches", "num_cpu", "num_routes", "num_admitted", "num_evicted")
+        row = self._struct("plan_header", "plan", dict.fromkeys(counts, "u4"), "plan_header_bytes", 1)[0]
+        header = {name: int(row[name]) for name in counts}
         count = header["num_hits"] + header["num_fetches"] + header["num_cpu"]
         names = ("expert", "kind", "source_slot", "destination_slot", "first_route", "num_routes")
         entries = self._struct("entries", "entry", dict.fromkeys(names, "i4"), "entry_bytes", count)

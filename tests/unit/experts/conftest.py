@@ -48,7 +48,7 @@ def store(index, load_store):
     return load_store(index)
 
 
-def make_spec(index, num_slots=3, **settings):
+def make_spec(index, num_slots=3, in_place=False, **settings):
     stride = max((layout.stride_bytes for layout in index.layouts), default=0)
     plan = ResolvedPlan(
         kv_block_size=4,
@@ -66,6 +66,7 @@ def make_spec(index, num_slots=3, **settings):
         device_core_ids=(),
         spin_us=0,
         max_batch_tokens=MAX_TOKENS,
+        in_place=in_place,
     )
     config = EngineConfig(model=str(index.path), **settings)
     return LaunchSpec(
@@ -86,7 +87,7 @@ class Peers:
         self.controller = self.network.endpoint(ActorName.CONTROLLER)
         self.scheduler = self.network.endpoint(ActorName.SCHEDULER)
         self.reports = []
-        self.mailbox = self.client = None
+        self.mailbox = self.client = self.fetchable = None
         self.new_arena()
         self.gpu.on(MailboxShared, self._on_mailbox)
         self.controller.on(StepReport, lambda message, fds: self.reports.append(message))
@@ -130,7 +131,7 @@ class Peers:
 
     def announce_arena(self):
         plan = self.spec.plan
-        arena = ArenaReady(self.wiring.epoch, self.arena_id, plan.num_slots, plan.num_kv_blocks)
+        arena = ArenaReady(self.wiring.epoch, self.arena_id, plan.num_slots, plan.num_kv_blocks, self.fetchable)
         self.gpu.send(ActorName.EXPERT_CACHE, arena)
 
     def share_store(self, store=None):
@@ -170,8 +171,8 @@ def carrier(request):
 async def make_peers(carrier, index, store):
     made = []
 
-    def make(num_slots=3, of=index, store=store, **settings):
-        made.append(Peers(carrier, make_spec(of, num_slots, **settings), of, store))
+    def make(num_slots=3, of=index, store=store, in_place=False, **settings):
+        made.append(Peers(carrier, make_spec(of, num_slots, in_place, **settings), of, store))
         return made[-1]
 
     yield make

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from freetoken.checkpoint.held_store import close_fds
-from freetoken.errors import CheckpointError, FreeTokenError, PeerLostError
+from freetoken.errors import CapacityError, CheckpointError, ConfigError, FreeTokenError, PeerLostError
 from freetoken.experts import cache_service, cpu_service
 from freetoken.messages import ActorName, ActorState, StepNotice, StoreShared
+from freetoken.testing.raw_mailbox import RawMailbox
 from freetoken.testing.waiting import open_fds, until
 
 
@@ -38,7 +39,18 @@ async def check_layers(peers, seeds=range(6)):
         np.testing.assert_allclose(await peers.forward(layer, batch), expected, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_slots": 0}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"num_slots": 0, "in_place": True},
+        {"num_slots": 0},
+        {"num_slots": 0, "experts": {"split": "fetch"}},
+        {"deterministic": True},
+        {"device": "cuda"},
+    ],
+    ids=str,
+)
 async def test_they_serve_layers(make_peers, settings):
     peers = make_peers(**settings)
     await peers.load()
@@ -53,13 +65,117 @@ async def test_they_serve_layers(make_peers, settings):
     assert cache["publishes_total"] == 6
     assert cache["hit_ratio"] == step["hits"] / (step["hits"] + step["fetches"] + step["cpu"])
     assert cpu["experts_total"] == step["cpu"] and cpu["read_bytes_total"] == step["cpu_bytes"]
-    if settings.get("num_slots") == 0:
+    assert cache["plan_seconds_total"] > 0
+    assert cache["plan_us"] == pytest.approx(cache["plan_seconds_total"] * 1e6 / 6)
+    if settings.get("in_place"):
         assert cache["hit_ratio"] == 1.0 and cache["slots"] == 0
+    elif settings.get("num_slots") == 0:  # a device too small for slots: everything is fetched, or stays on the CPU
+        assert step["hits"] == step["admitted"] == 0 and step["fetches"] > 0
+        assert (step["cpu"] == 0) == ("experts" in settings)
     else:
         assert min(step["hits"], step["fetches"], step["cpu"]) > 0
         assert cache["slots"] == 3 == cache["resident_slots"] + cache["in_flight_slots"]
         assert cpu["busy_seconds_total"] > 0 and cpu["threads"] == 1
     assert peers.cpu.status().detail.startswith("isa=")
+
+
+async def test_the_split_can_be_set_and_stays(make_peers):
+    peers = make_peers(num_slots=0, experts={"split": "cpu"})
+    with pytest.raises(ConfigError, match=r"q=1\.5 is not from 0 to 1"):
+        await peers.cache.set_split(1.5)
+    with pytest.raises(ConfigError, match="nan"):
+        await peers.cache.set_split(float("nan"))
+    await peers.load()
+    await peers.wire(1)
+    assert peers.cache.metrics()["fetch_fraction"] == 0.0
+    await check_layers(peers)
+    assert peers.cache.metrics()["fetches_total"] == 0
+    await peers.cache.set_split(1.0)
+    on_cpu = peers.cache.metrics()["cpu_total"]
+    await check_layers(peers)
+    await peers.pause()
+    await peers.wire(2)
+    await check_layers(peers)
+    metrics = peers.cache.metrics()
+    assert metrics["cpu_total"] == on_cpu > 0 and metrics["fetches_total"] > 0 and metrics["fetch_fraction"] == 1.0
+
+
+async def test_what_the_device_cannot_fetch_stays_on_the_cpu(make_peers, caplog):
+    peers = make_peers(num_slots=0, experts={"split": "fetch"})
+    index = peers.index
+    await peers.load()
+    files = [file.size_bytes for file in index.files]
+    peers.fetchable = tuple(files)
+    await peers.wire(1)
+    await check_layers(peers)
+    assert peers.cache.metrics()["cpu_total"] == 0
+    assert "not_fetchable" not in caplog.text
+    await peers.pause()
+
+    # All but the last page of the last file with records: the record that ends there cannot be read whole.
+    last = int(index.record_file.max())
+    end = (
+        index.record_offset
+        + np.array([index.layout_of(i).stride_bytes for i in range(len(index.layer_layout))])[:, None]
+    )
+    peers.fetchable = tuple(size - 4096 * (i == last) for i, size in enumerate(files))
+    lost = (index.record_file == last) & (end > files[last] - 4096)
+    assert 0 < lost.sum() < lost.size
+    await peers.wire(2)
+    warnings = [r for r in caplog.records if "not_fetchable" in r.getMessage()]
+    assert len(warnings) == 1 and f"records={lost.sum()} of={lost.size}" in warnings[0].getMessage()
+    layer, expert = (int(i) for i in np.argwhere(lost)[0])
+    assert f"bytes={index.layout_of(layer).stride_bytes * int(lost.sum())} " in warnings[0].getMessage()
+    hidden, ids, weights, admit = random_batch(index, 0, 1)
+    ids[0] = [expert, (expert + 1) % index.spec.num_experts]
+    expected = reference(index, layer, hidden, ids, weights)
+    out = await peers.forward(layer, (hidden, ids, weights, admit))
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-3)
+    assert peers.cache.metrics()["cpu_total"] == 1
+    await check_layers(peers)
+    await peers.pause()
+
+    peers.fetchable = (1, 2, 3, 4, 5)
+    await peers.enter(3)
+    peers.announce_arena()
+    with pytest.raises(FreeTokenError, match=rf"5 store segments.*{len(files)} data files"):
+        await peers.cache.wire(peers.wiring)
+
+
+async def test_a_device_that_cannot_ring_is_served(make_peers):
+    peers = make_peers(device="cuda", experts={"split": "cpu"})
+    await peers.load()
+    await peers.wire(1)
+    layout = peers.mailbox.layout()
+    # Room for padded batches, and for the CPU's share of short ones only.
+    assert layout["max_tokens"] == layout["max_shared_tokens"] == 128 > peers.spec.plan.max_batch_tokens
+    assert layout["route_rows"] == 0
+    raw = RawMailbox(peers.mailbox.segment, layout)
+    for seed, announced in enumerate((True, False, True)):
+        if announced:
+            for actor in (ActorName.EXPERT_CACHE, ActorName.CPU_EXECUTOR):
+                peers.scheduler.send(actor, StepNotice(seed, 1, 4 * (seed != 2), 4))
+        hidden, ids, weights, admit = random_batch(peers.index, seed)
+
+        def layer(batch=(ids, hidden, weights, admit)):
+            seq = raw.publish(0, *batch, flags=layout["flag_device_client"])
+            plan = raw.await_plan(seq)
+            assert plan.header["num_cpu"] == len(plan.entries)
+            raw.await_part(seq)
+            return raw.partial(len(batch[0]))
+
+        expected = reference(peers.index, 0, hidden, ids, weights)
+        np.testing.assert_allclose(await asyncio.to_thread(layer), expected, rtol=1e-4, atol=1e-3)
+    assert peers.cache.metrics()["publishes_total"] == 3
+
+
+async def test_a_mailbox_that_does_not_fit_is_refused(make_peers, monkeypatch):
+    peers = make_peers()
+    await peers.load()
+    await peers.enter(1)
+    monkeypatch.setattr(cache_service.Mailbox, "required_bytes", lambda *geometry: 1 << 60, raising=True)
+    with pytest.raises(CapacityError, match=r"for the mailbox.*max_num_batched_tokens=512"):
+        await peers.cache.wire(peers.wiring)
 
 
 async def test_slots_survive_an_epoch_with_the_arena_and_go_with_it(make_peers):
