@@ -32,7 +32,7 @@ PROMPT = [11, 97, 120, 45, 77, 31, 89, 64, 150, 2, 51, 99, 30, 40, 8, 77, 23]
 
 def make_rig(arguments: argparse.Namespace, residency: float, **settings: Any) -> Any:
     """A started rig over the parent's store; ``residency`` is the share of records that fit the slots."""
-    from freetoken._native import SharedSegment
+    from freetoken._native import SharedSegment, physical_cores
     from freetoken.checkpoint.ftw import FtwIndex
     from freetoken.checkpoint.held_store import HeldStore
     from freetoken.config import EngineConfig
@@ -58,11 +58,21 @@ def make_rig(arguments: argparse.Namespace, residency: float, **settings: Any) -
     )
     spec = plan_launch(config, Path(arguments.checkpoint), machine)
     records = index.num_records
-    cores = len(os.sched_getaffinity(0))
+    cores = physical_cores()
+    workers = tuple(cores[: max(1, len(cores) - 3)])
     plan = dataclasses.replace(
-        spec.plan, num_slots=max(8, int(records * residency)), cpu_threads=max(1, cores - 3), in_place=False
+        spec.plan,
+        num_slots=max(8, int(records * residency)),
+        cpu_threads=len(workers),
+        cpu_core_ids=workers if len(cores) > 4 else (),
+        spin_us=50 if len(cores) > 4 else 0,
+        in_place=False,
     )
-    rig = CudaRig(dataclasses.replace(spec, plan=plan), store=store, **settings)
+
+    def say(done: int, total: int, what: str) -> None:
+        print(f"  {time.monotonic() - started:6.1f} s  {done}/{total} {what}", flush=True)
+
+    rig = CudaRig(dataclasses.replace(spec, plan=plan), store=store, on_progress=say, **settings)
     rig.__enter__()
     print(f"rig: {time.monotonic() - started:.1f} s, slots {plan.num_slots} of {records} records", flush=True)
     return rig
@@ -267,6 +277,8 @@ def section_quarter(arguments: argparse.Namespace) -> Any:
 
 def section_compare(arguments: argparse.Namespace) -> Any:
     """The same prompt with everything resident, with a tiny cache and all misses fetched, and with all on the CPU."""
+    import gc
+
     import torch
 
     outcomes: dict[str, Any] = {}
@@ -292,6 +304,7 @@ def section_compare(arguments: argparse.Namespace) -> Any:
         logits[name] = (prefill_logits, rig.runtime.model.logits[0].float().cpu().clone())
         rig.__exit__(None, None, None)
         del rig, driver
+        gc.collect()
         torch.cuda.empty_cache()
     reference = logits["resident"]
     for name, (prefill_logits, last) in logits.items():
@@ -481,7 +494,7 @@ def main() -> int:
     parser.add_argument("--scratch", default="/dev/shm", help="a memory file system with room for the checkpoint")
     parser.add_argument("--sections", default=",".join(SECTIONS))
     parser.add_argument("--kv-tokens", type=int, default=32768)
-    parser.add_argument("--limit", type=int, default=150, help="seconds for one section")
+    parser.add_argument("--limit", type=int, default=240, help="seconds for one section")
     parser.add_argument("--total", type=int, default=560, help="seconds for everything")
     parser.add_argument("--out", default=None)
     parser.add_argument("--section", default=None, help=argparse.SUPPRESS)

@@ -39,6 +39,18 @@ class ModelRuntime:
         self._decoder = Decoder(launch.model, weights, launch.plan.max_context_tokens, CpuOps.prepare)
         self._expert_store = store.build_expert_store(index) if launch.model.is_moe else None
 
+    @property
+    def fetchable(self) -> tuple[int, ...] | None:
+        """The CPU device can read every record."""
+        return None
+
+    def prepare(self) -> None:
+        """What is done once, before the first executor: ``warm_up``."""
+        self.warm_up()
+
+    def close(self) -> None:
+        """Nothing to give back: the weights are views of the store."""
+
     def build_executor(self, mailbox: _native.Mailbox | None) -> StepExecutor:
         """An executor without requests. ``mailbox`` is needed by models with routed experts."""
         launch, plan = self._launch, self._launch.plan

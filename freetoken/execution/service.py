@@ -13,6 +13,7 @@ from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.checkpoint.held_store import HeldStore, close_fds, receive_store
 from freetoken.errors import ConfigError, FreeTokenError, PeerLostError
 from freetoken.execution.arena import Arena
+from freetoken.execution.pipelined_thread import PipelinedStepThread
 from freetoken.execution.step_thread import StepThread
 from freetoken.experts.arrivals import Arrivals
 from freetoken.experts.reports import StepReporter
@@ -33,6 +34,9 @@ from freetoken.service import Service
 from freetoken.transport import Endpoint
 
 if TYPE_CHECKING:
+    from freetoken.execution.cuda.arena import CudaArena
+    from freetoken.execution.cuda.executor import CudaStepExecutor
+    from freetoken.execution.cuda.runtime import CudaRuntime
     from freetoken.execution.model_runtime import ModelRuntime
     from freetoken.execution.step_executor import StepExecutor
 
@@ -51,14 +55,16 @@ class GpuExecutorService(Service):
     def __init__(self, spec: LaunchSpec, endpoint: Endpoint) -> None:
         super().__init__(spec, endpoint)
         self.store: HeldStore | None = None
-        self._arena: Arena | None = None
+        self._arena: Arena | CudaArena | None = None
         self._pool: WorkerPool | None = None
         self._thread: StepThread | None = None
-        self._runtime: ModelRuntime | None = None  # on `store`; made at the first wiring after it came
+        # On `store`; made at the first wiring after it came. One on an older store ends at the next wiring.
+        self._runtime: ModelRuntime | CudaRuntime | None = None
+        self._old_runtime: ModelRuntime | CudaRuntime | None = None
         self._arrivals: Arrivals[Mailbox | None] = Arrivals("its shared memory")
         self._mailbox: Mailbox | None = None
-        self._executor: StepExecutor | None = None
-        self._doing = ""
+        self._executor: StepExecutor | CudaStepExecutor | None = None
+        self._progress: tuple[int, int, str] = (0, 0, "")
         self._reporter = StepReporter(endpoint, self.name, self.metrics)
         endpoint.on(StoreShared, self._on_store_shared)
         endpoint.on(MailboxShared, self._on_mailbox_shared)
@@ -70,37 +76,53 @@ class GpuExecutorService(Service):
     async def load(self) -> None:
         """Import torch, start the threads, allocate the arena. Raises ``ConfigError`` or ``CapacityError``."""
         self.state = ActorState.LOADING
-        if self.spec.config.device != "cpu":
-            raise ConfigError(
-                f"device={self.spec.config.device} is not available in this version; set device=cpu "
-                "(--device cpu runs the same engine on the processor)"
-            )
         await asyncio.to_thread(self._load)
-        self._thread = StepThread(self._on_outcome)
+        self._thread = (PipelinedStepThread if self._on_cuda else StepThread)(self._on_outcome)
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self.spec.config.device == "cuda"
 
     def _load(self) -> None:
         plan = self.spec.plan
-        self._doing = "starting PyTorch"
+        self._say("starting PyTorch")
         # Between products PyTorch's threads must sleep: the native pool needs their cores.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         import torch
 
         torch.set_num_threads(plan.device_threads)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        try:
-            self._pool = WorkerPool(
-                plan.device_threads, plan.device_core_ids, plan.spin_us, self.spec.config.executor.isa
-            )
-        except ValueError as error:
-            raise ConfigError(f"GpuExecutor cannot start its workers: {error}") from error
-        self._doing = "allocating the arena"
-        self._arena = Arena.of(self.spec)
-        self._doing = ""
-        logger.info("event=arena_allocated arena=%s bytes=%d", self._arena.arena_id, self._arena.size_bytes)
+        arena: Arena | CudaArena
+        if self._on_cuda:
+            from freetoken.execution.cuda.device import require_cuda
+
+            device = require_cuda()
+            from freetoken.execution.cuda.arena import CudaArena
+
+            self._say("allocating the arena")
+            arena = CudaArena.of(self.spec, device)
+        else:
+            try:
+                self._pool = WorkerPool(
+                    plan.device_threads, plan.device_core_ids, plan.spin_us, self.spec.config.executor.isa
+                )
+            except ValueError as error:
+                raise ConfigError(f"GpuExecutor cannot start its workers: {error}") from error
+            self._say("allocating the arena")
+            arena = Arena.of(self.spec)
+        self._arena = arena
+        self._say("")
+        logger.info("event=arena_allocated arena=%s bytes=%d", arena.arena_id, arena.size_bytes)
 
     def progress(self) -> tuple[int, int, str]:
-        """What ``load`` or ``wire`` is doing; without numbers."""
-        return (0, 0, self._doing)
+        """What ``load`` or ``wire`` is doing; with numbers while graphs are captured."""
+        return self._progress
+
+    def _say(self, what: str) -> None:
+        self._progress = (0, 0, what)
+
+    def _note_progress(self, done: int, total: int, what: str) -> None:
+        self._progress = (done, total, what)
 
     async def wire(self, wiring: Wiring) -> None:
         """Announce the arena, wait for the store (unless it is held already) and, with routed experts, for this epoch's
@@ -117,31 +139,57 @@ class GpuExecutorService(Service):
             expected.append(ActorName.WEIGHT_STREAMER)
         self._arrivals.expect(*expected)
         await super().wire(wiring)
-        plan = self.spec.plan
-        for peer in (ActorName.EXPERT_CACHE, ActorName.KV_ALLOCATOR):
-            self.endpoint.send(peer, ArenaReady(self.epoch, self._arena.arena_id, plan.num_slots, plan.num_kv_blocks))
+        if not self._on_cuda:
+            self._announce(None)
         self._mailbox = (await self._arrivals.wait(WIRE_TIMEOUT_S)).get(ActorName.EXPERT_CACHE)
-        assert self.store is not None
+        assert self.store is not None and self._thread is not None
+        await self._close_old_runtime()
         store, runtime = self.store, self._runtime
+        is_new = runtime is None
         if runtime is None:
             runtime = await asyncio.to_thread(self._build_runtime, store)
+        if self._on_cuda:  # what can be fetched is known now
+            self._announce(runtime.fetchable)
+        if is_new:
+            # On the thread that will run the steps: PyTorch keeps a team of threads for each caller.
+            await asyncio.to_thread(self._thread.call, runtime.prepare)
+            self._say("")
         if self.store is store:
             self._runtime = runtime
-        self._executor = runtime.build_executor(self._mailbox)
+        else:
+            self._old_runtime = runtime
+        self._executor = await asyncio.to_thread(runtime.build_executor, self._mailbox)
         logger.info("event=device_wired epoch=%d arena=%s", self.epoch, self._arena.arena_id)
 
-    def _build_runtime(self, store: HeldStore) -> ModelRuntime:
+    def _announce(self, fetchable: tuple[int, ...] | None) -> None:
+        assert self._arena is not None
+        plan = self.spec.plan
+        ready = ArenaReady(self.epoch, self._arena.arena_id, plan.num_slots, plan.num_kv_blocks, fetchable)
+        for peer in (ActorName.EXPERT_CACHE, ActorName.KV_ALLOCATOR):
+            self.endpoint.send(peer, ready)
+
+    def _build_runtime(self, store: HeldStore) -> ModelRuntime | CudaRuntime:
+        assert self._arena is not None
+        self._say("mapping the weights")
+        index = FtwIndex.load(self.spec.checkpoint)
+        if self._on_cuda:
+            from freetoken.execution.cuda.arena import CudaArena
+            from freetoken.execution.cuda.driver import CudaDriver
+            from freetoken.execution.cuda.runtime import CudaRuntime
+
+            assert isinstance(self._arena, CudaArena)
+            return CudaRuntime(self.spec, index, store, self._arena, CudaDriver(), self._note_progress)
         from freetoken.execution.model_runtime import ModelRuntime
 
-        assert self._arena is not None and self._pool is not None and self._thread is not None
-        self._doing = "mapping the weights"
-        index = FtwIndex.load(self.spec.checkpoint)
+        assert isinstance(self._arena, Arena) and self._pool is not None
         runtime = ModelRuntime(self.spec, index, store, self._arena, self._pool)
-        self._doing = "warming up"
-        # On the thread that will run the steps: PyTorch keeps a team of threads for each caller.
-        self._thread.call(runtime.warm_up)
-        self._doing = ""
+        self._say("warming up")
         return runtime
+
+    async def _close_old_runtime(self) -> None:
+        old, self._old_runtime = self._old_runtime, None
+        if old is not None:
+            await asyncio.to_thread(old.close)
 
     async def pause(self, reason: str) -> None:
         """Abort the mailbox, drop queued plans, wait for the running step, forget all requests."""
@@ -167,7 +215,11 @@ class GpuExecutorService(Service):
         thread, self._thread = self._thread, None
         if thread is not None:
             await asyncio.to_thread(thread.close, self.spec.config.scheduler.step_timeout_s)
-        self._executor = self._runtime = self._mailbox = self._arena = None
+        await self._close_old_runtime()
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None:
+            await asyncio.to_thread(runtime.close)
+        self._executor = self._mailbox = self._arena = None
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
@@ -191,7 +243,8 @@ class GpuExecutorService(Service):
             if self.store is not None:
                 self.store.close()
             self.store = store
-            self._runtime = None
+            if self._runtime is not None:
+                self._old_runtime, self._runtime = self._runtime, None
             logger.info("event=store_held epoch=%d bytes=%d", message.epoch, store.size_bytes)
         self._arrivals.deliver(ActorName.WEIGHT_STREAMER, None)
 

@@ -21,7 +21,8 @@ from freetoken.execution.cuda.data_plane import DataPlane, ExpertRecords
 from freetoken.execution.cuda.driver import CudaDriver, HostMemoryDriver
 from freetoken.execution.cuda.executor import CudaStepExecutor
 from freetoken.execution.cuda.report import ReportBuffers
-from freetoken.execution.cuda.runtime import CudaRuntime
+from freetoken.execution.cuda.runtime import CudaRuntime, Progress
+from freetoken.experts.device_client import plan_mailbox
 from freetoken.kernels.triton.plan import DevicePlan
 from freetoken.launch_spec import LaunchSpec
 
@@ -89,7 +90,7 @@ def load_store(index: FtwIndex) -> HeldStore:
             view = memoryview(segment)
             done = 0
             while done < file.size_bytes:
-                done += stream.readinto(view[done : done + (64 << 20)])  # type: ignore[attr-defined]
+                done += stream.readinto(view[done : done + (64 << 20)])
         segments.append(segment)
     return HeldStore(str(index.path), index.fingerprint, segments)
 
@@ -104,9 +105,9 @@ class CudaRig:
         store: HeldStore | None = None,
         capture: bool = True,
         fetch_fraction: float | None = None,
-        staging: bool = True,
         spin_us: int = 100_000,
         driver: HostMemoryDriver | None = None,
+        on_progress: Progress = lambda done, total, what: None,
     ) -> None:
         self.launch = launch
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -115,7 +116,7 @@ class CudaRig:
         self.arena = CudaArena.of(launch, self.device)
         if driver is None:
             driver = CudaDriver(0) if self.device.type == "cuda" else HostDriver()
-        self.runtime = RigRuntime(launch, self.index, self.store, self.arena, driver)
+        self.runtime = RigRuntime(launch, self.index, self.store, self.arena, driver, on_progress)
         self.mailbox: Mailbox | None = None
         self.slots: SlotTable | None = None
         self._servers: list[CacheServer | CpuServer] = []
@@ -127,7 +128,8 @@ class CudaRig:
 
     def __enter__(self) -> CudaRig:
         if self.launch.model.is_moe:
-            self._pool = WorkerPool(self.launch.plan.cpu_threads, (), 0)
+            plan = self.launch.plan
+            self._pool = WorkerPool(plan.cpu_threads, plan.cpu_core_ids, plan.spin_us)
             self._expert_store = self.store.build_expert_store(self.index)
         self.wire(first=True)
         return self
@@ -137,13 +139,7 @@ class CudaRig:
         self._stop_servers()
         spec, plan = self.launch.model, self.launch.plan
         if spec.is_moe:
-            geometry = (
-                plan.max_batch_tokens,
-                spec.num_experts_per_tok,
-                spec.hidden_size,
-                len(spec.moe_layers),
-                spec.num_experts,
-            )
+            geometry = plan_mailbox(self.launch)
             segment = SharedSegment.create("rig-mailbox", Mailbox.required_bytes(*geometry))
             self.mailbox = Mailbox.create(segment, 1, *geometry)
             if self.slots is None:
@@ -152,7 +148,7 @@ class CudaRig:
                     len(spec.moe_layers), spec.num_experts, plan.num_slots, experts.policy, experts.half_life_tokens
                 )
         if first:
-            self.runtime.prepare(self.mailbox, self._capture)
+            self.runtime.prepare(self._capture)
         if self.mailbox is not None and self.slots is not None and self._pool is not None:
             strides = [self.index.layout_of(layer).stride_bytes for layer in range(len(spec.moe_layers))]
             self.cache_server = CacheServer(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ class DecodeBatch:
         model.program.run(self.buffers, self.inputs, self._blocks, self._attention, self._work)
         model.program.logits(self.buffers.residual, self.buffers.hidden, self.logits)
 
-    def capture(self, pool: tuple[int, int]) -> None:
+    def capture(self, pool: Any) -> None:
         """Record ``run`` as a graph; it must have run before, so that every kernel is compiled."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=self._model.stream, capture_error_mode="thread_local"):
@@ -181,10 +182,10 @@ class DeviceModel:
         return torch.cuda.stream(self.stream)
 
     def prepare(self, on_progress: Callable[[int, int, str], None], capture: bool = True) -> None:
-        """Compile every kernel and capture a graph for each decode batch size, smallest first. The attached mailbox must
-        be aborted, or nothing serves it."""
+        """Compile every kernel and capture a graph for each decode batch size, smallest first; without ``capture`` kernels
+        are compiled when first used and nothing is captured. The attached mailbox must be aborted: nothing serves it."""
         sizes = [size for size in self.limits.decode_batches if size <= self.limits.max_samples]
-        if not self.on_gpu:  # the interpreter compiles nothing
+        if not (capture and self.on_gpu):
             self.decode_batches = {size: DecodeBatch(self, size) for size in sizes}
             return
         buckets = PIECE_BUCKETS
@@ -202,9 +203,8 @@ class DeviceModel:
                 self._fill_padding(batch.shape)
                 batch.run()
                 torch.cuda.synchronize(self.device)
-                if capture:
-                    batch.capture(pool)
-                    torch.cuda.synchronize(self.device)
+                batch.capture(pool)
+                torch.cuda.synchronize(self.device)
                 for greedy in (True, False):
                     self.sampler.run(batch.logits, batch.inputs, greedy, self.report, self.table)
                 done += 1

@@ -23,6 +23,7 @@ from freetoken.execution.cuda.watchdog import Watchdog
 from freetoken.execution.cuda.weights import DenseWeights, HostWeight
 from freetoken.execution.dense_weights import map_dense_weights
 from freetoken.execution.step_executor import StepLimits
+from freetoken.experts.device_client import plan_mailbox
 from freetoken.launch_spec import LaunchSpec
 
 logger = logging.getLogger(__name__)
@@ -48,8 +49,7 @@ class CudaRuntime:
         driver: HostMemoryDriver,
         on_progress: Progress = lambda done, total, what: None,
     ) -> None:
-        """Registers the store and uploads the weights. Raises ``CheckpointError`` when store and index do not belong
-        together, ``FreeTokenError`` when the device refuses."""
+        """Registers the store. Raises ``CheckpointError`` when store and index do not belong together."""
         for what, found in (("the store", store.fingerprint), (str(index.path), index.fingerprint)):
             if found != launch.fingerprint:
                 raise CheckpointError(
@@ -57,9 +57,11 @@ class CudaRuntime:
                     "was the checkpoint replaced? Launch again"
                 )
         self._launch = launch
+        self._index = index
+        self._store = store
         self._arena = arena
         self._on_progress = on_progress
-        spec, plan = launch.model, launch.plan
+        spec = launch.model
         self._registered: RegisteredStore | None = None
         self._window: MailboxWindow | None = None
         self._warm_mailbox: Mailbox | None = None
@@ -81,32 +83,10 @@ class CudaRuntime:
                 index.record_file, index.record_offset, [layout.stride_bytes for layout in layouts]
             )
             records = ExpertRecords(torch.from_numpy(table).to(arena.device), layouts)
-            geometry = (
-                plan.max_batch_tokens,
-                spec.num_experts_per_tok,
-                spec.hidden_size,
-                len(spec.moe_layers),
-                spec.num_experts,
-            )
-            self._window = MailboxWindow(driver, Mailbox.required_bytes(*geometry))
+            self._window = MailboxWindow(driver, Mailbox.required_bytes(*plan_mailbox(launch)))
             plane = self._build_plane(records, report)
-        on_progress(0, 0, "uploading the dense weights")
-        weights = DenseWeights.upload(
-            spec,
-            _host_weights(index, store.segments),
-            plan.max_context_tokens,
-            TORCH_DTYPES[plan.kv_dtype],
-            arena.device,
-        )
-        limits = DeviceLimits(
-            max_requests=4 * max_samples + 64,
-            max_samples=max_samples,
-            max_tokens=plan.max_batch_tokens,
-            max_context_tokens=plan.max_context_tokens,
-            block_size=plan.kv_block_size,
-            decode_batches=decode_batch_sizes(max_samples),
-        )
-        self.model = DeviceModel(weights, arena, plane, report, limits)
+        self._report, self._plane = report, plane
+        self._model: DeviceModel | None = None
         self._mailbox: Mailbox | None = None
 
     def _build_plane(self, records: ExpertRecords, report: ReportBuffers) -> DataPlane:
@@ -116,23 +96,49 @@ class CudaRuntime:
             self._window, records, self._arena, router, self._launch.config.executor.wait_timeout_s, report.counts
         )
 
+    def _upload(self) -> DeviceModel:
+        spec, plan = self._launch.model, self._launch.plan
+        self._on_progress(0, 0, "uploading the dense weights")
+        weights = DenseWeights.upload(
+            spec,
+            _host_weights(self._index, self._store.segments),
+            plan.max_context_tokens,
+            TORCH_DTYPES[plan.kv_dtype],
+            self._arena.device,
+        )
+        max_samples = max(self._launch.config.scheduler.max_num_running, 1)
+        limits = DeviceLimits(
+            max_requests=4 * max_samples + 64,
+            max_samples=max_samples,
+            max_tokens=plan.max_batch_tokens,
+            max_context_tokens=plan.max_context_tokens,
+            block_size=plan.kv_block_size,
+            decode_batches=decode_batch_sizes(max_samples),
+        )
+        return DeviceModel(weights, self._arena, self._plane, self._report, limits)
+
     @property
     def fetchable(self) -> tuple[int, ...] | None:
         """Per store segment, the leading bytes that the device can read; None for models without experts."""
         return tuple(self._registered.fetchable) if self._registered is not None else None
 
-    def prepare(self, mailbox: Mailbox | None, capture: bool = True) -> None:
-        """Compile kernels and capture graphs against a mailbox of the same geometry as ``mailbox``, which nobody serves."""
-        warm = None
-        if mailbox is not None:
-            layout = mailbox.layout()
-            names = ("max_tokens", "top_k", "hidden", "num_layers", "num_experts", "max_shared_tokens")
-            segment = SharedSegment.create("freetoken-warm-up", layout["total_bytes"])
-            warm = Mailbox.create(segment, 0, *(layout[name] for name in names))
-            warm.abort()
-        self.model.attach(warm)
+    @property
+    def model(self) -> DeviceModel:
+        """The model; there since ``prepare``."""
+        assert self._model is not None
+        return self._model
+
+    def prepare(self, capture: bool = True) -> None:
+        """Upload the weights, compile kernels and capture graphs, against a mailbox that nobody serves. Raises
+        ``CapacityError`` when device memory is short."""
+        self._model = self._upload()
+        if self._plane is not None:
+            geometry = plan_mailbox(self._launch)
+            segment = SharedSegment.create("freetoken-warm-up", Mailbox.required_bytes(*geometry))
+            self._warm_mailbox = Mailbox.create(segment, 0, *geometry)
+            self._warm_mailbox.abort()
+        self.model.attach(self._warm_mailbox)
         self.model.prepare(self._on_progress, capture)
-        self._warm_mailbox = warm
 
     def build_executor(self, mailbox: Mailbox | None) -> CudaStepExecutor:
         """An executor without requests, on ``mailbox`` (needed by models with routed experts). No step may be running."""

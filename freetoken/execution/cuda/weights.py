@@ -35,10 +35,7 @@ class Linear:
     @property
     def size_bytes(self) -> int:
         """What a pass over it reads."""
-        if isinstance(self.weight, Q4_0Weight):
-            planes = (self.weight.nibbles, self.weight.scales)
-        else:
-            planes = (self.weight,)
+        planes = [self.weight.nibbles, self.weight.scales] if isinstance(self.weight, Q4_0Weight) else [self.weight]
         return sum(plane.numel() * plane.element_size() for plane in planes)
 
 
