@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import shlex
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from freetoken.errors import FreeTokenError
 log = logging.getLogger(__name__)
 
 AUTH_MODE = "RAY_AUTH_MODE"
+_CONNECT_S = 5.0
 _LOCAL_ENVIRONMENT = {
     # Ray's default, 15, would let any other process starve the executors.
     "RAY_worker_niceness": "0",
@@ -75,14 +77,11 @@ def local_nodes() -> Iterator[LocalNode]:
 
 def recorded_address() -> str:
     """The address that ``ray start`` left for others, if the file is this user's; empty if there is none."""
-    directory = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
-    for path in (directory / "ray" / "ray_current_cluster", Path("/tmp/ray/ray_current_cluster")):
-        try:
-            if path.stat().st_uid == os.geteuid():
-                return path.read_text().strip()
-        except OSError:
-            continue
-    return ""
+    path = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray" / "ray_current_cluster"
+    try:
+        return path.read_text().strip() if path.stat().st_uid == os.geteuid() else ""
+    except OSError:
+        return ""
 
 
 def find_address(config: RayConfig, any_local: bool = False) -> str:
@@ -112,12 +111,24 @@ def find_address(config: RayConfig, any_local: bool = False) -> str:
 
 def attach(address: str, namespace: str) -> Cluster:
     """Connect to a running cluster. Raises ``ClusterError``."""
+    _check_listening(address)
     node = next((node for node in local_nodes() if node.address == address), None)
     if node is not None and AUTH_MODE not in os.environ:
         _use_auth_mode(node.auth_mode)
     context = _init(address=address, namespace=namespace)
     same_python = node is None or not node.python or _same_environment(node.python)
     return _describe(context, address, started_here=False, python=None if same_python else sys.executable)
+
+
+def _check_listening(address: str) -> None:
+    """Ray itself would try for many minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "//" in host:
+        raise ClusterError(f"Ray address {address!r} is not HOST:PORT (or auto, or local)")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except OSError as error:
+        raise ClusterError(f"no Ray cluster answers at {address}: {error.strerror or error}") from error
 
 
 def _use_auth_mode(mode: str) -> None:

@@ -76,6 +76,7 @@ class RayHost:
         except Exception as error:
             reason = f"run failed: {error}"
         self._watches.pop(handle, None)
+        handle.watch.close()
         if self._callback is not None:
             self._callback(handle, reason)
 

@@ -52,12 +52,13 @@ class ProcessWatch:
             return
         loop = asyncio.get_running_loop()
         gone = asyncio.Event()
-        loop.add_reader(self._fd, gone.set)
+        fd = os.dup(self._fd)  # so that ``close`` does not matter to those who wait
+        loop.add_reader(fd, gone.set)
         try:
             await gone.wait()
         finally:
-            if self._fd is not None:
-                loop.remove_reader(self._fd)
+            loop.remove_reader(fd)
+            os.close(fd)
 
     def kill(self) -> None:
         """SIGKILL, if it still runs."""

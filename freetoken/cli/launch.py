@@ -174,10 +174,10 @@ class Launch:
                     self._view.close()
                     return report(error)
             for newest in overview:
-                self._view.update(newest)
                 if newest.phase is Phase.FAILED:
                     self._view.close()
                     return report(newest.failure or FreeTokenError(newest.health.detail))
+                self._view.update(newest)
                 if newest.phase is Phase.STOPPED:
                     return 0  # by `freetoken stop`
                 if newest.phase is Phase.READY and not was_ready:

@@ -20,6 +20,9 @@ from freetoken.engine.runtime import Overview
 from freetoken.errors import FreeTokenError
 
 
+_PLAIN_WIDTH = 160
+
+
 def add_parser(subparsers: Any) -> None:
     """Register the sub-command."""
     parser = subparsers.add_parser("status", help="show the running engine")
@@ -60,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(dataclasses.asdict(dataclasses.replace(overview, failure=None)), default=str, indent=2))
         return 0
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PLAIN_WIDTH)
     health = overview.health
     lines = [f"{health.state} {health.detail}".rstrip(), f"API: {overview.url}/v1" if overview.url else ""]
     scheduler_lines = [requests_line(overview, 0.0), experts_line(overview), kv_line(overview)]
