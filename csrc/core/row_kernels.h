@@ -75,8 +75,8 @@ struct RowKernels {
   void (*attention_merge)(float* maximum, float* sum, float* out, float next_maximum, float next_sum,
                           const float* next_out, std::int64_t head_dim);
 
-  // Reads every byte; for measuring memory bandwidth.
-  float (*read_sum)(const void* data, std::size_t bytes);
+  // Reads every byte, with or without software prefetching; for measuring memory bandwidth.
+  float (*read_sum)(const void* data, std::size_t bytes, bool prefetch);
 };
 
 const RowKernels& row_kernels(Isa isa);

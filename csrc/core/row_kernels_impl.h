@@ -131,8 +131,8 @@ void dot_few_rows(const W* weights, std::int64_t num_columns, std::int64_t n, co
                   const float* bias, float* out, std::int64_t out_stride) {
   std::int64_t column = 0;
   for (; column + C <= num_columns; column += C) {
-    dot_tile<R, C, false>(weights + column * n, n, x, x_stride, bias == nullptr ? nullptr : bias + column, out + column,
-                          out_stride);
+    dot_tile<R, C, true>(weights + column * n, n, x, x_stride, bias == nullptr ? nullptr : bias + column, out + column,
+                         out_stride);
   }
   for (; column < num_columns; ++column) {
     dot_tile<R, 1, false>(weights + column * n, n, x, x_stride, bias == nullptr ? nullptr : bias + column, out + column,
@@ -188,9 +188,10 @@ void dot_rows(DType dtype, const void* weights, std::int64_t num_columns, std::i
 
 // ------------------------------------------------------------------------------------------------ weighted sums
 
-// Weight rows that pass through at once: as many as the hardware prefetches as streams, and few enough passes over the
-// sums.
-constexpr int kGroup = 8;
+// Weight rows that pass over the sums at once. Several, so that few passes over the sums are needed; but for a single
+// sum, which stays in the first-level cache, one row after the other is read fastest.
+template <int R>
+constexpr int kGroup = R == 1 ? 1 : 8;
 
 // G weight rows front to back, onto R sums. Where a sum starts and goes is chosen per pass: from == null starts at
 // zero; base != null adds the finished partial sum to it.
@@ -230,7 +231,7 @@ inline void weighted_group(const W* weights, std::int64_t n, const float* coeffi
     }
   };
   constexpr std::int64_t kStep = G * kBlock * static_cast<std::int64_t>(sizeof(W));
-  const char* ahead = reinterpret_cast<const char*>(weights) + kPrefetchBytes;
+  const char* ahead = reinterpret_cast<const char*>(weights) + (G == 1 ? kPrefetchBytes / 4 : kPrefetchBytes);
   const std::int64_t whole = n / kBlock * kBlock;
   for (std::int64_t i = 0; i < whole; i += kBlock) {
     if constexpr (kPrefetch) {
@@ -256,16 +257,36 @@ void weighted_tile(const W* weights, std::int64_t num_columns, std::int64_t n, c
     const W* w = weights + column * n;
     const float* k = coefficients + column;
     const float* from = column == 0 ? nullptr : running;
-    const std::int64_t count = num_columns - column >= kGroup ? kGroup : 1;
+    const std::int64_t count = num_columns - column >= kGroup<R> ? kGroup<R> : 1;
     const bool last = column + count == num_columns;
     float* to = last ? sum : running;
     const float* base = last && !first ? sum : nullptr;
-    if (count == kGroup) {
-      weighted_group<R, kGroup, kPrefetch>(w, n, k, coefficient_stride, from, base, to, stride);
+    if (count == kGroup<R>) {
+      weighted_group<R, kGroup<R>, kPrefetch>(w, n, k, coefficient_stride, from, base, to, stride);
     } else {
       weighted_group<R, 1, kPrefetch>(w, n, k, coefficient_stride, from, base, to, stride);
     }
     column += count;
+  }
+}
+
+// Fewer rows than a tile.
+template <bool kPrefetch, typename W>
+void weighted_remainder(const W* weights, std::int64_t num_columns, std::int64_t n, const float* coefficients,
+                        std::int64_t coefficient_stride, std::int64_t num_rows, float* sum, std::int64_t stride,
+                        bool first, float* temporary) {
+  switch (num_rows) {
+    case 1:
+      return weighted_tile<1, kPrefetch>(weights, num_columns, n, coefficients, coefficient_stride, sum, stride, first,
+                                         temporary);
+    case 2:
+      return weighted_tile<2, kPrefetch>(weights, num_columns, n, coefficients, coefficient_stride, sum, stride, first,
+                                         temporary);
+    case 3:
+      return weighted_tile<3, kPrefetch>(weights, num_columns, n, coefficients, coefficient_stride, sum, stride, first,
+                                         temporary);
+    default:
+      return;
   }
 }
 
@@ -274,28 +295,20 @@ void weighted_rows(DType dtype, const void* weights, std::int64_t num_columns, s
                    std::int64_t sum_stride, bool first, float* temporary) {
   static_assert(kTileRows == 4 && ft::detail::kTemporaryRows == kTileRows);
   with_weights(dtype, weights, [&](const auto* w) {
-    std::int64_t row = 0;
+    if (num_rows < kTileRows) {
+      return weighted_remainder<true>(w, num_columns, n, coefficients, coefficient_stride, num_rows, sum, sum_stride,
+                                      first, temporary);
+    }
+    weighted_tile<kTileRows, true>(w, num_columns, n, coefficients, coefficient_stride, sum, sum_stride, first,
+                                   temporary);
+    // From here on the weights are in the cache.
+    std::int64_t row = kTileRows;
     for (; row + kTileRows <= num_rows; row += kTileRows) {
-      const float* k = coefficients + row * coefficient_stride;
-      float* s = sum + row * sum_stride;
-      if (row == 0) {
-        weighted_tile<kTileRows, true>(w, num_columns, n, k, coefficient_stride, s, sum_stride, first, temporary);
-      } else {
-        weighted_tile<kTileRows, false>(w, num_columns, n, k, coefficient_stride, s, sum_stride, first, temporary);
-      }
+      weighted_tile<kTileRows, false>(w, num_columns, n, coefficients + row * coefficient_stride, coefficient_stride,
+                                      sum + row * sum_stride, sum_stride, first, temporary);
     }
-    const float* k = coefficients + row * coefficient_stride;
-    float* s = sum + row * sum_stride;
-    switch (num_rows - row) {
-      case 1:
-        return weighted_tile<1, false>(w, num_columns, n, k, coefficient_stride, s, sum_stride, first, temporary);
-      case 2:
-        return weighted_tile<2, false>(w, num_columns, n, k, coefficient_stride, s, sum_stride, first, temporary);
-      case 3:
-        return weighted_tile<3, false>(w, num_columns, n, k, coefficient_stride, s, sum_stride, first, temporary);
-      default:
-        return;
-    }
+    weighted_remainder<false>(w, num_columns, n, coefficients + row * coefficient_stride, coefficient_stride,
+                              num_rows - row, sum + row * sum_stride, sum_stride, first, temporary);
   });
 }
 
@@ -400,16 +413,21 @@ void softmax(const float* x, std::int64_t n, float* out) {
   for (std::int64_t i = 0; i < n; ++i) out[i] *= scale;
 }
 
-float read_sum(const void* data, std::size_t bytes) {
+float read_sum(const void* data, std::size_t bytes, bool prefetch) {
   const auto* p = static_cast<const float*>(data);
   const std::size_t count = bytes / sizeof(float);
-  Vec sum[8];
+  constexpr int kSums = 8;
+  constexpr std::size_t kStep = kSums * kLanes;
+  Vec sum[kSums];
   for (Vec& s : sum) s = vec_zero();
-  std::size_t i = 0;
-  for (; i + 8 * kLanes <= count; i += 8 * kLanes) {
-    for (int k = 0; k < 8; ++k) sum[k] = vec_add(sum[k], vec_load(p + i + k * kLanes));
+  for (std::size_t i = 0; i + kStep <= count; i += kStep) {
+    if (prefetch) {
+      const char* ahead = reinterpret_cast<const char*>(p + i) + kPrefetchBytes / 4;
+      for (std::size_t line = 0; line < kStep * sizeof(float); line += 64) prefetch_l2(ahead + line);
+    }
+    for (int k = 0; k < kSums; ++k) sum[k] = vec_add(sum[k], vec_load(p + i + k * kLanes));
   }
-  for (int k = 1; k < 8; ++k) sum[0] = vec_add(sum[0], sum[k]);
+  for (int k = 1; k < kSums; ++k) sum[0] = vec_add(sum[0], sum[k]);
   return vec_reduce_add(sum[0]);
 }
 
