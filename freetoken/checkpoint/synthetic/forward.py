@@ -25,6 +25,7 @@ EXACT_WEIGHTS = 1 << 28
 """Experts are computed in full when no more weights than this are needed for that."""
 _PROBED_TOKENS = 2
 _AHEAD = 32
+_AHEAD_BYTES = 512 * 1024**2
 
 
 @dataclass(slots=True)
@@ -172,10 +173,10 @@ class SyntheticModel:
         """``[N, H]`` with ids and mixing ``[N, K]``: the weighted sum of experts, each made once."""
         out = np.zeros_like(x)
         used = np.unique(ids).tolist()
-        for expert, matrices in zip(
-            used, ordered_map(self._pool, functools.partial(self._expert, ordinal), used, _AHEAD), strict=True
-        ):
-            gate, up, down = matrices
+        size = 12 * self._spec.hidden_size * self._spec.moe_intermediate_size
+        ahead = max(1, min(_AHEAD, _AHEAD_BYTES // size))
+        made = ordered_map(self._pool, functools.partial(self._expert, ordinal), used, ahead)
+        for expert, (gate, up, down) in zip(used, made, strict=True):
             token, rank = np.nonzero(ids == expert)
             rows = x[token]
             inner = _silu(self._product(rows, gate)) * self._product(rows, up)

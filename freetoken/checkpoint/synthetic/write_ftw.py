@@ -23,6 +23,7 @@ from freetoken.quant.q4_0_record import pack_q4_0_expert
 from freetoken.quant.record import RecordLayout
 
 _CHUNKS_AHEAD = 2  # a thread
+_RECORDS_BYTES = 4 * 1024**3
 
 
 _Run = list[tuple[int, int]]
@@ -42,8 +43,9 @@ def write_ftw(
 ) -> FtwIndex:
     """Write the FTW directory ``destination``; an interrupted run goes on when it is called again.
 
-    ``source`` describes the generation, for the index and as its identity. ``companions(directory, config)`` writes the
-    files beside the data. Memory: one record a thread, and a few MiB of dense chunks.
+    ``source`` describes the generation, for the index; without what it says of ``routing`` it is the identity of the
+    weights. ``companions(directory, config)`` writes the files beside the data. Memory: two records a thread, up to
+    ``_RECORDS_BYTES``, and a few MiB of dense chunks.
     """
     plan = plan_index(
         weights.config,
@@ -52,7 +54,7 @@ def write_ftw(
         max_file_bytes=max_file_bytes,
         path=destination,
     )
-    fingerprint = digest_json(source)
+    fingerprint = digest_json({key: value for key, value in source.items() if key != "routing"})
     with FtwWriter(destination, plan, fingerprint, overwrite=overwrite) as writer:
         counter = Counter(progress, plan.dense_bytes + plan.expert_bytes, writer.resumed_bytes)
         with ThreadPoolExecutor(num_threads, "synth") as pool:
@@ -72,7 +74,9 @@ def write_ftw(
                 writer.write_record(layer, expert, record)
                 counter.add(layout.stride_bytes, f"layer {plan.spec.moe_layers[layer]} expert {expert}")
 
-        for_each(write_run, _runs(plan, writer), num_threads)
+        largest = max((layout.stride_bytes for layout in plan.layouts), default=1)
+        at_once = max(1, _RECORDS_BYTES // (2 * largest))  # a record, and the matrices it is made of
+        for_each(write_run, _runs(plan, writer), min(num_threads, at_once))
         return writer.finish(
             {**source, "fingerprint": fingerprint}, lambda directory: companions(directory, weights.config)
         )
