@@ -1,0 +1,139 @@
+"""Compile every kernel that the CUDA device launches for a model shape, without a GPU, into Triton's cache.
+
+    python bench/gpu/compile_program.py [--arch 90] [--jobs 8] [--dtype bf16] [--shape qwen3-30b-a3b] [--multiprocessors 132]
+
+Shows that the layer program fits its kernels for an architecture, and saves a machine whose GPU should not wait for compilers the
+time. Runs the program on CPU tensors with launches turned into compilations; exit status 1 when one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import numpy as np
+import torch
+from triton.runtime import driver
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from bench.gpu.compile import OfflineDriver, Recorder
+
+
+def build_model(shape: str, dtype: str, multiprocessors: int, max_samples: int):  # type: ignore[no-untyped-def]
+    """A DeviceModel of one expert layer with uninitialised weights, on CPU tensors."""
+    from freetoken._native import Mailbox, SharedSegment
+    from freetoken.checkpoint.synthetic.shapes import shape_config
+    from freetoken.execution.cuda.arena import CudaArena
+    from freetoken.execution.cuda.data_plane import DataPlane, ExpertRecords
+    from freetoken.execution.cuda.device_model import DeviceLimits, DeviceModel
+    from freetoken.execution.cuda.host_memory import MailboxWindow
+    from freetoken.execution.cuda.report import ReportBuffers
+    from freetoken.execution.cuda.weights import DenseWeights
+    from freetoken.execution.kv_geometry import KVGeometry
+    from freetoken.kernels.triton.linear import Q4_0Weight
+    from freetoken.models.registry import dense_tensor_names, parse_model_config
+    from freetoken.quant.q4_0_record import plan_q4_0_layout
+    from freetoken.quant.record import plan_record_layout
+    from freetoken.testing.cuda_rig import HostDriver
+
+    config = shape_config(shape, {"layers": 1})
+    spec = parse_model_config(config)
+    device = torch.device("cpu")
+    weights: dict[str, torch.Tensor | Q4_0Weight] = {}
+    for name, size in dense_tensor_names(spec).items():
+        quantised = dtype == "q4_0" and len(size) == 2 and "mlp.gate." not in name
+        if quantised:
+            nibbles = torch.zeros((size[0], size[1] // 2), dtype=torch.uint8)
+            weights[name] = Q4_0Weight(nibbles, torch.zeros((size[0], size[1] // 32), dtype=torch.float16))
+        else:
+            weights[name] = torch.zeros(size, dtype=torch.bfloat16)
+    dense = DenseWeights.upload(spec, weights, 32768, torch.bfloat16, device)
+    layout = (
+        plan_q4_0_layout(spec.hidden_size, spec.moe_intermediate_size)
+        if dtype == "q4_0"
+        else plan_record_layout("bf16", spec.hidden_size, spec.moe_intermediate_size)
+    )
+    kv = KVGeometry(64, 1, 16, spec.num_kv_heads, spec.head_dim, "bf16")
+    arena = CudaArena(kv, 2, layout.stride_bytes, 0, device)
+    report = ReportBuffers(1, max_samples, device)
+    geometry = (128, spec.num_experts_per_tok, spec.hidden_size, 1, spec.num_experts, 128, False)
+    segment = SharedSegment.create("compile", Mailbox.required_bytes(*geometry))
+    mailbox = Mailbox.create(segment, 0, *geometry)
+    window = MailboxWindow(HostDriver(), Mailbox.required_bytes(*geometry))
+    # Addresses as they are on the machine: above 4 GiB, so 64-bit arguments.
+    records = ExpertRecords(torch.zeros((1, spec.num_experts), dtype=torch.int64), (layout,))
+    assert spec.router is not None
+    plane = DataPlane(window, records, arena, spec.router, 20.0, report.counts)
+    limits = DeviceLimits(4 * max_samples + 64, max_samples, 1024, 32768, 16)
+    model = DeviceModel(dense, arena, plane, report, limits)
+    model.num_multiprocessors = multiprocessors
+    model.attach(mailbox)
+    return model
+
+
+def main() -> int:
+    """Compile, and say what failed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--arch", type=int, default=90)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "q4_0"))
+    parser.add_argument("--shape", default="qwen3-30b-a3b")
+    parser.add_argument("--multiprocessors", type=int, default=132)
+    parser.add_argument("--max-samples", type=int, default=16)
+    parser.add_argument(
+        "--cases", default="decode1,decode2,decode4,decode8,decode16,piece8,piece16,piece32,piece64,piece128"
+    )
+    parser.add_argument("--part", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.jobs > 1 and options.part == 0:
+        workers = [
+            subprocess.Popen([sys.executable, *sys.argv, "--part", str(part + 1)]) for part in range(options.jobs)
+        ]
+        return max(worker.wait() for worker in workers)
+    offline = OfflineDriver()
+    offline.arch = options.arch
+    driver.set_active(offline)
+    recorder = Recorder()
+    torch.set_num_threads(1)
+    from freetoken.execution.cuda.device_model import DecodeBatch
+    from freetoken.execution.cuda.inputs import StepShape
+
+    model = build_model(options.shape, options.dtype, options.multiprocessors, options.max_samples)
+    failures = 0
+    for index, case in enumerate(options.cases.split(",")):
+        if options.part and index % options.jobs != options.part - 1:
+            continue
+        started = time.perf_counter()
+        recorder.kernels.clear()
+        size = int("".join(filter(str.isdigit, case)))
+        try:
+            if case.startswith("decode"):
+                batch = DecodeBatch(model, size)
+                batch.run()
+                for greedy in (True, False):
+                    model.sampler.run(batch.logits, batch.inputs, greedy, model.report, model.table)
+            else:
+                shape = StepShape(size, 1, 1)
+                views = model.inputs.host_views(shape)
+                for view in views.values():
+                    view[...] = np.zeros((), view.dtype)
+                model.inputs.upload(shape)
+                inputs = model.inputs.device_views(shape)
+                for context in (1, 1 << 20):
+                    model.piece(size).run(inputs, 0, 0, (0, 1), context)
+                model.program.logits(model.sampled_rows[:1], model.normed_rows[:1], model.logits[:1])
+        except Exception:
+            traceback.print_exc()
+            failures += 1
+        names = sorted({kernel.metadata.name for kernel in recorder.kernels})
+        print(f"{case}: {time.perf_counter() - started:.1f} s, {len(names)} kernels: {' '.join(names)}", flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
