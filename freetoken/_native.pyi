@@ -96,6 +96,19 @@ def crc32c_ranges(segment: SharedSegment, offsets: I64, sizes: I64, num_threads:
 def linear(pool: WorkerPool, x: F32, weight: Weights, bias: F32 | None, out: F32) -> None:
     """out[T,O] = x[T,I] @ weight[O,I].T (+ bias[O]); f32 accumulation in a fixed order per output element."""
 
+def linear_q4_0(
+    pool: WorkerPool,
+    x: F32,
+    nibbles: NDArray[np.uint8],
+    scales: NDArray[np.float16],
+    bias: F32 | None,
+    out: F32,
+) -> None:
+    """out[T,O] = x[T,I] @ W.T (+ bias[O]), W as planes: nibbles [O, I/2], scales [O, I/32] (see quant.q4_0_record.py).
+
+    x is quantised to 8 bits in blocks of 32 (scale max|x| / 127); products of blocks are exact, their sum is float32.
+    """
+
 def rms_norm(pool: WorkerPool, x: F32, weight: F32, eps: float, out: F32) -> None:
     """out[T,H] = x / sqrt(mean(x^2) + eps) * weight; in place allowed."""
 
@@ -171,7 +184,12 @@ class NativeLayout:
         gate_offset: int,
         up_offset: int,
         down_offset: int,
-    ) -> None: ...
+        gate_scales_offset: int = -1,
+        up_scales_offset: int = -1,
+        down_scales_offset: int = -1,
+    ) -> None:
+        """``dtype`` is ``"f32"``, ``"bf16"`` or ``"q4_0"``. Offsets count from the start of a tile; those of ``q4_0`` are of
+        the nibbles, and only it has scales."""
 
 @final
 class ExpertStore:

@@ -22,31 +22,62 @@ void require(bool condition, const std::string& message) {
   if (!condition) throw py::value_error(message);
 }
 
+DType parse_record_dtype(const std::string& name, const char* argument) {
+  if (name == "q4_0") return DType::kQ4_0;
+  if (name == "f32" || name == "bf16") return parse_dtype(name, argument);
+  throw py::value_error(std::string(argument) + " must be 'f32', 'bf16' or 'q4_0', got '" + name + "'");
+}
+
+struct Field {
+  const char* name;
+  std::int64_t offset;
+  std::int64_t bytes;
+  std::int64_t alignment;
+};
+
 RecordLayout make_layout(const std::string& dtype, std::int32_t hidden, std::int32_t intermediate,
                          std::int32_t tile_columns, std::int32_t num_tiles, std::int64_t tile_stride_bytes,
                          std::int64_t stride_bytes, std::int64_t gate_offset, std::int64_t up_offset,
-                         std::int64_t down_offset) {
+                         std::int64_t down_offset, std::int64_t gate_scales_offset, std::int64_t up_scales_offset,
+                         std::int64_t down_scales_offset) {
   RecordLayout layout;
-  layout.dtype = parse_dtype(dtype, "dtype");
+  layout.dtype = parse_record_dtype(dtype, "dtype");
   require(hidden >= 1, "hidden must be at least 1, got " + std::to_string(hidden));
   require(intermediate >= 1, "intermediate must be at least 1, got " + std::to_string(intermediate));
   require(tile_columns >= 1, "tile_columns must be at least 1, got " + std::to_string(tile_columns));
   require(num_tiles >= 1 && static_cast<std::int64_t>(num_tiles) * tile_columns == intermediate,
           "num_tiles " + std::to_string(num_tiles) + " of " + std::to_string(tile_columns) +
               " columns do not make intermediate " + std::to_string(intermediate));
-  const auto element = static_cast<std::int64_t>(dtype_bytes(layout.dtype));
-  const std::int64_t field_bytes = static_cast<std::int64_t>(tile_columns) * hidden * element;
-  require(tile_stride_bytes >= 3 * field_bytes && tile_stride_bytes % element == 0,
-          "tile_stride_bytes " + std::to_string(tile_stride_bytes) + " does not hold three fields of " +
-              std::to_string(field_bytes) + " bytes");
-  const auto check_field = [&](const char* name, std::int64_t offset) {
-    require(offset >= 0 && offset % element == 0 && offset <= tile_stride_bytes - field_bytes,
-            std::string(name) + " " + std::to_string(offset) + " does not fit a field of " +
-                std::to_string(field_bytes) + " bytes into a tile of " + std::to_string(tile_stride_bytes) + " bytes");
-  };
-  check_field("gate_offset", gate_offset);
-  check_field("up_offset", up_offset);
-  check_field("down_offset", down_offset);
+  const std::int64_t elements = static_cast<std::int64_t>(tile_columns) * hidden;
+  std::vector<Field> fields;
+  if (layout.dtype == DType::kQ4_0) {
+    require(hidden % 32 == 0, "hidden must be a multiple of 32 for q4_0, got " + std::to_string(hidden));
+    require(tile_columns % 32 == 0,
+            "tile_columns must be a multiple of 32 for q4_0, got " + std::to_string(tile_columns));
+    fields = {{"gate_offset", gate_offset, elements / 2, 1},
+              {"up_offset", up_offset, elements / 2, 1},
+              {"down_offset", down_offset, elements / 2, 1},
+              {"gate_scales_offset", gate_scales_offset, elements / 16, 2},
+              {"up_scales_offset", up_scales_offset, elements / 16, 2},
+              {"down_scales_offset", down_scales_offset, elements / 16, 2}};
+  } else {
+    require(gate_scales_offset < 0 && up_scales_offset < 0 && down_scales_offset < 0,
+            "only q4_0 records have scales");
+    const auto element = static_cast<std::int64_t>(dtype_bytes(layout.dtype));
+    fields = {{"gate_offset", gate_offset, elements * element, element},
+              {"up_offset", up_offset, elements * element, element},
+              {"down_offset", down_offset, elements * element, element}};
+  }
+  std::int64_t payload = 0;
+  for (const Field& field : fields) payload += field.bytes;
+  require(tile_stride_bytes >= payload && tile_stride_bytes % fields.back().alignment == 0,
+          "tile_stride_bytes " + std::to_string(tile_stride_bytes) + " does not hold its fields of " +
+              std::to_string(payload) + " bytes");
+  for (const Field& field : fields) {
+    require(field.offset >= 0 && field.offset % field.alignment == 0 && field.offset <= tile_stride_bytes - field.bytes,
+            std::string(field.name) + " " + std::to_string(field.offset) + " does not fit a field of " +
+                std::to_string(field.bytes) + " bytes into a tile of " + std::to_string(tile_stride_bytes) + " bytes");
+  }
   require(stride_bytes / num_tiles >= tile_stride_bytes,
           "stride_bytes " + std::to_string(stride_bytes) + " does not hold " + std::to_string(num_tiles) +
               " tiles of " + std::to_string(tile_stride_bytes) + " bytes");
@@ -59,6 +90,11 @@ RecordLayout make_layout(const std::string& dtype, std::int32_t hidden, std::int
   layout.gate_offset = gate_offset;
   layout.up_offset = up_offset;
   layout.down_offset = down_offset;
+  if (layout.dtype == DType::kQ4_0) {
+    layout.gate_scales_offset = gate_scales_offset;
+    layout.up_scales_offset = up_scales_offset;
+    layout.down_scales_offset = down_scales_offset;
+  }
   return layout;
 }
 
@@ -138,7 +174,8 @@ void bind_experts(py::module_& m) {
   py::class_<RecordLayout>(m, "NativeLayout", py::is_final())
       .def(py::init(&make_layout), py::arg("dtype"), py::arg("hidden"), py::arg("intermediate"),
            py::arg("tile_columns"), py::arg("num_tiles"), py::arg("tile_stride_bytes"), py::arg("stride_bytes"),
-           py::arg("gate_offset"), py::arg("up_offset"), py::arg("down_offset"));
+           py::arg("gate_offset"), py::arg("up_offset"), py::arg("down_offset"), py::arg("gate_scales_offset") = -1,
+           py::arg("up_scales_offset") = -1, py::arg("down_scales_offset") = -1);
 
   py::class_<ExpertStore, std::shared_ptr<ExpertStore>>(m, "ExpertStore", py::is_final())
       .def(py::init(&make_store), py::arg("segments"), py::arg("layouts"), py::arg("layer_layout"),

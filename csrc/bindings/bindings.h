@@ -10,6 +10,7 @@ void bind_machine(pybind11::module_& m);
 void bind_reading(pybind11::module_& m);
 void bind_dense(pybind11::module_& m);
 void bind_experts(pybind11::module_& m);
+void bind_q4_0(pybind11::module_& m);
 void bind_mailbox(pybind11::module_& m);
 
 }  // namespace ft

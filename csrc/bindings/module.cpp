@@ -10,5 +10,6 @@ PYBIND11_MODULE(_native, m) {
   ft::bind_reading(m);
   ft::bind_dense(m);
   ft::bind_experts(m);
+  ft::bind_q4_0(m);
   ft::bind_mailbox(m);
 }

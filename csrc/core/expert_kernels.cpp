@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "q4_0_experts.h"
 #include "row_kernels.h"
 #include "work_queue.h"
 
@@ -51,6 +52,22 @@ std::int64_t units_per_tile(const RecordLayout& layout) {
 
 std::int64_t num_units(const RecordLayout& layout) { return layout.num_tiles * units_per_tile(layout); }
 
+void check(std::span<const ExpertJob> jobs, const ExpertBatch& batch) {
+  const std::int64_t num_routes = static_cast<std::int64_t>(batch.num_tokens) * batch.top_k;
+  for (const ExpertJob& job : jobs) {
+    if (job.layout->hidden != batch.hidden_size) {
+      throw std::invalid_argument("record hidden size " + std::to_string(job.layout->hidden) +
+                                  " differs from the batch's " + std::to_string(batch.hidden_size));
+    }
+    for (std::int32_t i = 0; i < job.num_routes; ++i) {
+      if (job.routes[i] < 0 || job.routes[i] >= num_routes) {
+        throw std::invalid_argument("route " + std::to_string(job.routes[i]) + " is not one of " +
+                                    std::to_string(num_routes));
+      }
+    }
+  }
+}
+
 class Plan {
  public:
   Plan(int num_workers, std::span<const ExpertJob> jobs, const ExpertBatch& batch) {
@@ -58,8 +75,6 @@ class Plan {
     const std::size_t row_bytes = static_cast<std::size_t>(stride_) * sizeof(float);
     block_routes_ =
         std::clamp<std::int64_t>(static_cast<std::int64_t>(kBlockBytes / row_bytes) / 4 * 4, 8, kMaxBlockRoutes);
-    check(jobs, batch);
-
     std::vector<const ExpertJob*> order;
     for (const ExpertJob& job : jobs) {
       if (job.num_routes > 0) order.push_back(&job);
@@ -105,22 +120,6 @@ class Plan {
   std::size_t partial_bytes() const { return static_cast<std::size_t>(partial_rows_ * stride_) * sizeof(float); }
 
  private:
-  static void check(std::span<const ExpertJob> jobs, const ExpertBatch& batch) {
-    const std::int64_t num_routes = static_cast<std::int64_t>(batch.num_tokens) * batch.top_k;
-    for (const ExpertJob& job : jobs) {
-      if (job.layout->hidden != batch.hidden_size) {
-        throw std::invalid_argument("record hidden size " + std::to_string(job.layout->hidden) +
-                                    " differs from the batch's " + std::to_string(batch.hidden_size));
-      }
-      for (std::int32_t i = 0; i < job.num_routes; ++i) {
-        if (job.routes[i] < 0 || job.routes[i] >= num_routes) {
-          throw std::invalid_argument("route " + std::to_string(job.routes[i]) + " is not one of " +
-                                      std::to_string(num_routes));
-        }
-      }
-    }
-  }
-
   std::vector<Item> items_;
   std::vector<Item> split_;
   std::int64_t stride_ = 0;
@@ -221,8 +220,18 @@ class Worker {
 }  // namespace
 
 // Always deterministic: see the top of this file. The flag is there for kernels that can trade that for speed.
-void run_expert_jobs(WorkerPool& pool, std::span<const ExpertJob> jobs, const ExpertBatch& batch,
-                     [[maybe_unused]] bool deterministic) {
+void run_expert_jobs(WorkerPool& pool, std::span<const ExpertJob> jobs, const ExpertBatch& batch, bool deterministic) {
+  check(jobs, batch);
+  const auto is_q4_0 = [](const ExpertJob& job) { return job.layout->dtype == DType::kQ4_0; };
+  const auto num_q4_0 = static_cast<std::size_t>(std::count_if(jobs.begin(), jobs.end(), is_q4_0));
+  if (num_q4_0 != 0 && num_q4_0 == jobs.size()) return detail::run_q4_0_jobs(pool, jobs, batch);
+  if (num_q4_0 != 0) {
+    std::vector<ExpertJob> sorted(jobs.begin(), jobs.end());
+    std::stable_partition(sorted.begin(), sorted.end(), is_q4_0);
+    const std::span<const ExpertJob> all = sorted;
+    run_expert_jobs(pool, all.first(num_q4_0), batch, deterministic);
+    return run_expert_jobs(pool, all.subspan(num_q4_0), batch, deterministic);
+  }
   const RowKernels& kernels = detail::row_kernels(pool.isa());
   const Plan full(pool.num_threads(), jobs, batch);
   if (full.items().empty()) return;
