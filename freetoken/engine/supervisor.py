@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,9 @@ from freetoken.engine.host import ActorHost
 from freetoken.engine.lifecycle import ActorHandle, Restarts
 from freetoken.engine.members import Member, SupervisionPolicy
 from freetoken.engine.phases import CLOSE_STAGES, HEALTH, RESUME_STAGES, STORE_HOLDERS, Phase
-from freetoken.engine.watcher import STATUS_TIMEOUT_S, Watcher
+from freetoken.engine.store_keeper import StoreKeeper
+from freetoken.engine.tasks import brief, run_all
+from freetoken.engine.watcher import Watcher
 from freetoken.errors import (
     CapacityError,
     CheckpointError,
@@ -37,7 +39,7 @@ USER_ERRORS = (CapacityError, CheckpointError, ConfigError, UnsupportedModelErro
 
 _LOST_PEER_GRACE_S = 2.0
 _MAX_VAIN_ATTEMPTS = 5
-_MAX_REASON = 300
+_ADOPTABLE = (ActorState.WIRED, ActorState.SERVING, ActorState.PAUSED)
 
 
 class _AttemptFailedError(Exception):
@@ -65,12 +67,13 @@ class Supervisor:
         self._spec_for = spec_for
         self._clock = clock
         self._own = Member(own.name, handle=own, loaded=True)
-        self._own_holds_store = own_holds_store
         self._others = {name: Member(name) for name in ACTOR_NAMES if name != own.name}
+        self._store = StoreKeeper(self._own, self._others, own_holds_store, policy.share_timeout_s)
         self._epoch = 0
         self._phase = Phase.STARTING
         self._detail = ""
         self._was_ready = False
+        self._adopting = False
         self._failure: FreeTokenError | None = None
         self._changed = asyncio.Event()
         self._stop_lock = asyncio.Lock()
@@ -263,7 +266,7 @@ class Supervisor:
         self._epoch += 1
         await self._wire_all()
         for stage in RESUME_STAGES:
-            await _all(
+            await run_all(
                 self._guarded(member, handle.resume, self._policy.resume_timeout_s, "resume")
                 for member, handle in self._living()
                 if member.name in stage
@@ -291,7 +294,7 @@ class Supervisor:
         limit_s = self._policy.wire_timeout_s if self._was_ready else self._policy.first_wire_timeout_s
         for member, _ in members:
             member.touched = True
-        await _all(
+        await run_all(
             [
                 *(
                     self._guarded(member, partial(handle.wire, wiring, self._restarts()), limit_s, "wire")
@@ -300,9 +303,10 @@ class Supervisor:
                 self._hand_over_store(),
             ]
         )
-        for member, _ in members:
-            member.holds_store = member.name in STORE_HOLDERS
-            member.awaits_store = member.must_read_store = False
+        for member, handle in members:
+            if member.handle is handle:  # and not its successor already
+                member.holds_store = member.name in STORE_HOLDERS
+                member.awaits_store = member.must_read_store = False
 
     def _restarts(self) -> Restarts:
         return {member.name: member.restarts for member, _ in self._living()}
@@ -328,7 +332,7 @@ class Supervisor:
                 if suspect.handle is not None:
                     member, handle = suspect, suspect.handle
         except Exception as error:
-            reason = f"{what} failed: {_brief(error)}"
+            reason = f"{what} failed: {brief(error)}"
             if self._note_failure(error):
                 raise _AttemptFailedError(reason) from error
             log.warning("event=transition_failed actor=%s what=%s error=%r", member.name, what, str(error))
@@ -344,33 +348,16 @@ class Supervisor:
 
     # --- the store ---------------------------------------------------------------------------------------------------
 
-    def _holders(self) -> list[tuple[Member, ActorHandle]]:
-        self._own.holds_store = self._own_holds_store()
-        living = {member.name: (member, handle) for member, handle in self._living() if member.holds_store}
-        return [living[name] for name in STORE_HOLDERS if name in living]
-
     async def _hand_over_store(self) -> None:
         """Have a holder send the store to a WeightStreamer that waits for it; if none can, have it read again."""
         streamer = self._others[ActorName.WEIGHT_STREAMER]
         if not streamer.awaits_store or streamer.handle is None:
             return
-        if await self._share_store(ActorName.WEIGHT_STREAMER):
+        if await self._store.share(ActorName.WEIGHT_STREAMER, self._epoch):
             return
         streamer.must_read_store = True
         await self._put_down(streamer, streamer.handle, "no holder could hand over the store")
         raise _AttemptFailedError("no holder could hand over the store")
-
-    async def _share_store(self, to: ActorName) -> bool:
-        for member, handle in self._holders():
-            if member.name == to:
-                continue
-            try:
-                await asyncio.wait_for(handle.share_store(to, self._epoch), self._policy.share_timeout_s)
-                log.info("event=store_shared holder=%s to=%s epoch=%d", member.name, to, self._epoch)
-                return True
-            except Exception as error:
-                log.warning("event=share_store_failed holder=%s to=%s error=%r", member.name, to, error)
-        return False
 
     # --- births and deaths -------------------------------------------------------------------------------------------
 
@@ -380,7 +367,9 @@ class Supervisor:
 
     async def _prepare(self, member: Member) -> None:
         """Create and load; never raises. Ends with ``member.loaded``, or with its death recorded."""
-        adopt_store = member.name == ActorName.WEIGHT_STREAMER and not member.must_read_store and bool(self._holders())
+        adopt_store = (
+            member.name == ActorName.WEIGHT_STREAMER and not member.must_read_store and bool(self._store.holders())
+        )
         handle: ActorHandle | None = None
         try:
             await asyncio.sleep(member.restart_delay_s(self._clock()))
@@ -400,7 +389,7 @@ class Supervisor:
         except Exception as error:
             if self._note_failure(error):
                 return
-            reason = f"{'creation' if handle is None else 'load'} failed: {_brief(error)}"
+            reason = f"{'creation' if handle is None else 'load'} failed: {brief(error)}"
             log.warning("event=prepare_failed actor=%s error=%r", member.name, reason)
         if handle is not None:
             await self._put_down(member, handle, reason)
@@ -422,7 +411,8 @@ class Supervisor:
             return
         self._detail = f"{member.name} died: {reason}"
         self._changed.set()
-        if self._may_restart(member) and self._phase in (Phase.STARTING, Phase.READY, Phase.RECOVERING):
+        hopeful = self._phase in (Phase.STARTING, Phase.READY, Phase.RECOVERING) and self._may_restart(member)
+        if hopeful and not self._adopting:
             self._prepare_if_missing(member)
 
     async def _put_down(self, member: Member, handle: ActorHandle, reason: str) -> None:
@@ -442,34 +432,47 @@ class Supervisor:
         """Take over living actors after the Controller's own death. True when they go on serving undisturbed; else
         what is usable is kept, and the group has to be brought up."""
         self._own.restarts = 1
-        for handle in await self._host.adopt():
-            member = self._others[handle.name]
-            member.handle, member.loaded, member.touched = handle, True, True
-            await self._watcher.ask_status(member)
-            if member.status is None or member.status.state not in (ActorState.SERVING, ActorState.PAUSED):
-                # Half-way through something this Controller knows nothing of.
-                await self._put_down(member, handle, "not usable after the Controller's restart")
-                continue
-            self._was_ready = True
-            member.holds_store = member.name in STORE_HOLDERS
-            self._epoch = max(self._epoch, member.status.epoch)
-            await self._recall(handle)
+        self._enter(Phase.RECOVERING, "the Controller was restarted")
+        self._adopting = True  # until it is known who holds the store, nobody is created
+        try:
+            await asyncio.gather(*(self._adopt_one(handle) for handle in await self._host.adopt()))
+        finally:
+            self._adopting = False
+        if not self._was_ready:
+            self._enter(Phase.STARTING, "")
         statuses = [member.status for member in self._others.values()]
         if any(s is None or s.state is not ActorState.SERVING or s.epoch != self._epoch for s in statuses):
             return False
         try:
             await asyncio.wait_for(self._join_epoch(), self._policy.wire_timeout_s)
-        except (FreeTokenError, asyncio.TimeoutError) as error:
+        except Exception as error:
             log.warning("event=join_failed epoch=%d error=%r", self._epoch, error)
             return False
         return not self._changed.is_set()
 
-    async def _recall(self, handle: ActorHandle) -> None:
-        """Restart counts as the earlier Controller told them to every actor."""
+    async def _adopt_one(self, handle: ActorHandle) -> None:
+        member = self._others[handle.name]
+        member.handle, member.loaded, member.touched = handle, True, True
         try:
-            known = await asyncio.wait_for(handle.restarts(), STATUS_TIMEOUT_S)
-        except Exception:
+            status = await asyncio.wait_for(handle.status(), self._policy.ping_timeout_s)
+            known = await asyncio.wait_for(handle.restarts(), self._policy.ping_timeout_s)
+        except Exception as error:
+            await self._put_down(member, handle, f"no answer to the new Controller: {brief(error)}")
             return
+        if status.state not in _ADOPTABLE:
+            # Half-way through a load that this Controller knows nothing of.
+            await self._put_down(member, handle, f"{status.state.value} when the Controller was restarted")
+            return
+        member.record_status(status, self._clock())
+        self._was_ready = True
+        has_store = status.metrics.get("store_bytes", 1.0) > 0
+        member.holds_store = member.name in STORE_HOLDERS and has_store
+        member.awaits_store = member.name is ActorName.WEIGHT_STREAMER and not has_store
+        self._epoch = max(self._epoch, status.epoch)
+        self._recall(known)
+
+    def _recall(self, known: Restarts) -> None:
+        """Restart counts as the earlier Controller told them to every actor."""
         for member in self._others.values():
             member.restarts = max(member.restarts, known.get(member.name, 0))
         self._own.restarts = max(self._own.restarts, known.get(self._own.name, 0) + 1)
@@ -482,24 +485,6 @@ class Supervisor:
         own = self._own.handle
         assert own is not None
         await own.wire(wiring, restarts)
-        await _all(handle.rewire(wiring, restarts) for member, handle in members if member is not self._own)
+        await run_all(handle.rewire(wiring, restarts) for member, handle in members if member is not self._own)
         await own.resume()
-        await self._share_store(self._own.name)
-
-
-def _brief(error: BaseException) -> str:
-    """One line, not too long; the whole is in the actor's log."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}..."
-
-
-async def _all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Await all; the first error cancels the others."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await self._store.share(self._own.name, self._epoch)

@@ -116,7 +116,7 @@ class StoreHolder(FakeService):
 
     def metrics(self) -> dict[str, float]:
         inode = float(os.fstat(self.store).st_ino) if self.store >= 0 else 0.0
-        return {**super().metrics(), "store_inode": inode}
+        return {**super().metrics(), "store_inode": inode, "store_bytes": float(STORE_BYTES if inode else 0)}
 
     async def close(self) -> None:
         self._drop_store()

@@ -260,6 +260,20 @@ async def test_controller_and_another_die_together(group: FakeGroup, victim: Act
     assert (group.reads, group.store_inodes()) == (1, store)
 
 
+async def test_a_new_controller_replaces_a_silent_weight_streamer(group: FakeGroup) -> None:
+    group.limit(ping_timeout_s=0.1)
+    group.start()
+    await group.until_answering(epoch=1)
+    store = group.store_inodes()
+    await group.controller.supervisor.abandon()
+    group.host.hanging.add((STREAMER, "status"))
+    await group.replace_controller()
+    await until(lambda: group.host.created.count((STREAMER, True)) == 1)
+    group.host.hanging.clear()
+    await group.until_answering_again()
+    assert (group.reads, group.store_inodes()) == (1, store)
+
+
 async def test_controller_dies_while_the_group_loads(group: FakeGroup) -> None:
     group.host.hanging.add((GPU, "load"))
     group.start()
@@ -267,6 +281,27 @@ async def test_controller_dies_while_the_group_loads(group: FakeGroup) -> None:
     group.host.hanging.clear()
     await group.replace_controller()
     await group.until_answering(epoch=1)
+
+
+@pytest.mark.parametrize("hung", [GPU, STREAMER, CPU], ids=str)
+@pytest.mark.parametrize("victim", [None, STREAMER, GPU], ids=str)
+async def test_controller_dies_during_a_wiring(group: FakeGroup, hung: ActorName, victim: ActorName | None) -> None:
+    if victim is not None:
+        group.start()
+        await group.until_answering(epoch=1)
+    group.host.hanging.add((hung, "wire"))
+    wirings = group.host.calls.count((hung, "wire"))
+    if victim is None:
+        group.start()
+    else:
+        await group.host.crash(victim)
+    await until(lambda: group.host.calls.count((hung, "wire")) > wirings)
+    group.host.hanging.clear()
+    await group.replace_controller()
+    await group.until_answering_again()
+    assert len(group.store_inodes()) == 1
+    # Before the first wiring is complete, WeightStreamer alone is sure to have the store.
+    assert group.reads == (2 if victim is None and hung is STREAMER else 1)
 
 
 async def test_stop_is_orderly(group: FakeGroup) -> None:
