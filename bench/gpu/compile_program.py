@@ -1,9 +1,11 @@
 """Compile every kernel that the CUDA device launches for a model shape, without a GPU, into Triton's cache.
 
-    python bench/gpu/compile_program.py [--arch 90] [--jobs 8] [--dtype bf16] [--shape qwen3-30b-a3b] [--multiprocessors 132]
+    python bench/gpu/compile_program.py [--arch 90] [--jobs 8] [--dtype bf16] [--shape qwen3-30b-a3b]
+    [--multiprocessors 132]
 
-Shows that the layer program fits its kernels for an architecture, and saves a machine whose GPU should not wait for compilers the
-time. Runs the program on CPU tensors with launches turned into compilations; exit status 1 when one fails.
+Shows that the layer program fits its kernels for an architecture, and saves a machine whose GPU should not wait for
+compilers the time. Runs the program on CPU tensors with launches turned into compilations; exit status 1 when one
+fails.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """GpuExecutor's CUDA side with its data plane in one process: on a GPU, or on the CPU in Triton's interpreter.
 
-Without a GPU, kernels run one after the other on this thread, so a kernel that waits for a server would wait for ever: the
-``HostPlane`` waits before it, and "device" addresses are host addresses. What is left untested then is only what a GPU does
-differently: memory ordering, graphs, streams, speed.
+Without a GPU, kernels run one after the other on this thread, so a kernel that waits for a server would wait for ever:
+the ``HostPlane`` waits before it, and "device" addresses are host addresses. What is left untested then is only what a
+GPU does differently: memory ordering, graphs, streams, speed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from freetoken.execution.cuda.driver import CudaDriver, HostMemoryDriver
 from freetoken.execution.cuda.executor import CudaStepExecutor
 from freetoken.execution.cuda.report import ReportBuffers
 from freetoken.execution.cuda.runtime import CudaRuntime, Progress
-from freetoken.experts.device_client import plan_mailbox
+from freetoken.experts.device_client import DEVICE_SPIN_US, plan_mailbox
 from freetoken.kernels.triton.plan import DevicePlan
 from freetoken.launch_spec import LaunchSpec
 
@@ -105,7 +105,7 @@ class CudaRig:
         store: HeldStore | None = None,
         capture: bool = True,
         fetch_fraction: float | None = None,
-        spin_us: int = 100_000,
+        spin_us: int | None = None,
         driver: HostMemoryDriver | None = None,
         on_progress: Progress = lambda done, total, what: None,
     ) -> None:
@@ -121,7 +121,7 @@ class CudaRig:
         self.slots: SlotTable | None = None
         self._servers: list[CacheServer | CpuServer] = []
         self._pool: WorkerPool | None = None
-        self._spin_us = spin_us
+        self._spin_us = spin_us if spin_us is not None else (DEVICE_SPIN_US if self.device.type == "cuda" else 0)
         self._capture = capture
         self._fetch_fraction = launch.config.experts.fetch_fraction if fetch_fraction is None else fetch_fraction
         self.executor: CudaStepExecutor

@@ -50,7 +50,8 @@ def mailbox_addresses(layout: Mapping[str, int], base: int) -> MailboxAddresses:
 
 @dataclass(frozen=True)
 class ExpertRecords:
-    """Where the device finds records: ``addresses`` int64 [L, E] on the device (0: not readable), their layouts by layer."""
+    """Where the device finds records: ``addresses`` int64 [L, E] on the device (0: not readable), their layouts by
+    layer."""
 
     addresses: Tensor
     layouts: tuple[RecordLayout, ...]
@@ -134,8 +135,8 @@ class DataPlane:
         assert self.box is not None
         router = self.router
         mailbox_kernels.publish(
-            self.box, self.seq, step_id, num_real, hidden, ids, weights, admit, ordinal, flags=self.flags, logits=logits,
-            scoring=router.scoring, renormalize=router.renormalize, scaling=router.scaling,
+            self.box, self.seq, step_id, num_real, hidden, ids, weights, admit, ordinal, flags=self.flags,
+            logits=logits, scoring=router.scoring, renormalize=router.renormalize, scaling=router.scaling,
         )  # fmt: skip
 
     def await_plan(self, ordinal: int, plan: DevicePlan) -> None:

@@ -28,8 +28,9 @@ def require_cuda(index: int = 0) -> torch.device:
     capability = torch.cuda.get_device_capability(index)
     if capability < MIN_CAPABILITY:
         raise ConfigError(
-            f"the GPU {torch.cuda.get_device_name(index)} has compute capability {capability[0]}.{capability[1]}; needed: "
-            f"{MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} (Ampere) or later" + _OTHERWISE
+            f"the GPU {torch.cuda.get_device_name(index)} has compute capability "
+            f"{capability[0]}.{capability[1]}; needed: {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} (Ampere) or later"
+            + _OTHERWISE
         )
     if importlib.util.find_spec("triton") is None:
         raise ConfigError("device=cuda needs the package triton (pip install 'freetoken-actors[cuda]')" + _OTHERWISE)

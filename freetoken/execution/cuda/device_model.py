@@ -1,8 +1,8 @@
 """A model on the device: weights, programs, graphs and buffers. Lives as long as the arena; executors come and go.
 
-All its work goes to one stream. The mailbox window is bound to a mailbox of our own until the first epoch brings one, so
-that kernels can be compiled and graphs captured while the engine still loads: that mailbox is aborted, so every wait falls
-through and no expert runs.
+All its work goes to one stream. The mailbox window is bound to a mailbox of our own until the first epoch brings one,
+so that kernels can be compiled and graphs captured while the engine still loads: that mailbox is aborted, so every
+wait falls through and no expert runs.
 """
 
 from __future__ import annotations
@@ -182,8 +182,9 @@ class DeviceModel:
         return torch.cuda.stream(self.stream)
 
     def prepare(self, on_progress: Callable[[int, int, str], None], capture: bool = True) -> None:
-        """Compile every kernel and capture a graph for each decode batch size, smallest first; without ``capture`` kernels
-        are compiled when first used and nothing is captured. The attached mailbox must be aborted: nothing serves it."""
+        """Compile every kernel and capture a graph for each decode batch size, smallest first; without ``capture``
+        kernels are compiled when first used and nothing is captured. The attached mailbox must be aborted: nothing
+        serves it."""
         sizes = [size for size in self.limits.decode_batches if size <= self.limits.max_samples]
         if not (capture and self.on_gpu):
             self.decode_batches = {size: DecodeBatch(self, size) for size in sizes}

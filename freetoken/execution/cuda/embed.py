@@ -1,7 +1,7 @@
 """From token ids to the residual stream, with the tokens that only the device knows yet.
 
-Contract. ``token`` int32 [T] (-1: the last one sampled for ``request_slot`` [T], in ``last_token``), ``embedding`` [V, H] float or
-Q4_0. ``residual`` float32 [T, H] gets the rows. A token outside the vocabulary reads row 0. Exact.
+Contract. ``token`` int32 [T] (-1: the last one sampled for ``request_slot`` [T], in ``last_token``), ``embedding`` [V,
+H] float or Q4_0. ``residual`` float32 [T, H] gets the rows. A token outside the vocabulary reads row 0. Exact.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="misc"
@@ -50,5 +50,6 @@ def embed(
     )
     block = min(1024, next_power_of_2(hidden))
     _embed_kernel[(tokens, cdiv(hidden, block))](
-        token, request_slot, last_token, table, scales, residual, vocab, HIDDEN=hidden, BLOCK=block, Q4_0=is_q4_0, num_warps=4
+        token, request_slot, last_token, table, scales, residual, vocab, HIDDEN=hidden, BLOCK=block, Q4_0=is_q4_0,
+        num_warps=4
     )  # fmt: skip

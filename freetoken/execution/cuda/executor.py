@@ -1,9 +1,9 @@
-"""Steps on the CUDA device. A step is *enqueued* (everything is launched, nothing awaited) and later *finished*; the step
-thread enqueues step n + 1 before it finishes step n.
+"""Steps on the CUDA device. A step is *enqueued* (everything is launched, nothing awaited) and later *finished*; the
+step thread enqueues step n + 1 before it finishes step n.
 
 Between the two, tokens that only the device knows stand as -1 in their request's state. Rows whose sampling needs the
-request's history or log-probabilities are sampled on the host when the step is finished; a plan that goes on with such a
-request must not be enqueued before (``must_finish_first``).
+request's history or log-probabilities are sampled on the host when the step is finished; a plan that goes on with such
+a request must not be enqueued before (``must_finish_first``).
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Pending:
 
 
 class CudaStepExecutor:
-    """Runs plans in order; owns the state of their requests. ``enqueue`` from one thread, ``finish`` (in order) from one
-    thread; the two may differ. Belongs to one epoch."""
+    """Runs plans in order; owns the state of their requests. ``enqueue`` from one thread, ``finish`` (in order) from
+    one thread; the two may differ. Belongs to one epoch."""
 
     depth = 2
 
@@ -114,8 +114,6 @@ class CudaStepExecutor:
             raise InvalidPlanError(
                 f"step {plan.step_id}: {num_samples} sampled rows exceed the limit of {model.limits.max_samples}"
             )
-        if self._mailbox is not None and self._mailbox.aborted:
-            raise RuntimeError("aborted")
         for request_id in plan.retired:
             model.table.release(request_id)
         pending.states = self.requests.apply(plan)
@@ -123,6 +121,8 @@ class CudaStepExecutor:
         running = [(row, state) for row, state in zip(plan.rows, pending.states, strict=True) if state.failure is None]
         if not running:
             return
+        if self._mailbox is not None and self._mailbox.aborted:
+            raise self._aborted()
         slots = self._slots(plan, running)
         with model.on_stream():
             model.table.flush()
@@ -212,7 +212,7 @@ class CudaStepExecutor:
         views["step_id"][0] = step_id
         self._fill_tokens(views, running, slots, pieces)
         ranges = []
-        for number, (mine, end) in enumerate(zip(blocks, block_ends, strict=True)):
+        for number, mine in enumerate(blocks):
             begin = int(block_ends[number - 1]) if number else 0
             ranges.append((begin, begin + len(mine)))
             views["num_real"][number * NUM_REAL_STRIDE] = pieces[number].num_real
@@ -320,8 +320,7 @@ class CudaStepExecutor:
             if plane is not None:
                 experts, answered = read_counts(report.counts, plane.records.strides)
                 if not answered:
-                    reason = self._mailbox.abort_reason if self._mailbox is not None else ""
-                    raise RuntimeError("aborted" if reason in ("", "requested") else f"aborted: {reason}")
+                    raise self._aborted()
             host = iter(self._sample_on_host(pending))
             for draw in pending.draws:
                 if draw.on_host:
@@ -340,6 +339,10 @@ class CudaStepExecutor:
             else:
                 rows.append(RowResult(state.request_id, failure=failure or state.failure))
         return StepResult(plan.step_id, plan.epoch, tuple(rows), pending.started_ns, time.monotonic_ns(), experts)
+
+    def _aborted(self) -> RuntimeError:
+        reason = self._mailbox.abort_reason if self._mailbox is not None else ""
+        return RuntimeError("aborted" if reason in ("", "requested") else f"aborted: {reason}")
 
     def _sample_on_host(self, pending: Pending) -> list[Sampled]:
         draws = [draw for draw in pending.draws if draw.on_host]

@@ -4,8 +4,8 @@ A segment is registered in pieces, cut at record boundaries where it can be, unt
 is not fetchable and stays with CpuExecutor. Pinned memory is a limited resource, and a store may be larger than what
 may be pinned.
 
-The mailbox changes with every epoch, but captured graphs hold its address. ``MailboxWindow`` is a range of addresses that
-stays: each epoch's segment is mapped into it.
+The mailbox changes with every epoch, but captured graphs hold its address. ``MailboxWindow`` is a range of addresses
+that stays: each epoch's segment is mapped into it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class RegisteredStore:
         wanted: Sequence[bool] | None = None,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        """``cuts[i]`` are segment i's record starts. Segments that are not ``wanted`` are left alone (dense weights)."""
+        """``cuts[i]`` are segment i's record starts. Segments that are not ``wanted`` are left alone (dense
+        weights)."""
         self._driver = driver
         self._segments = tuple(segments)
         self._pieces: list[list[tuple[int, int, int]]] = [[] for _ in segments]  # offset, size, device address
@@ -87,7 +88,7 @@ class RegisteredStore:
         self.registered_bytes = sum(self.fetchable)
         if refusal is not None:
             logger.warning(
-                "event=store_partly_registered bytes=%d of=%d detail=%r: experts in the remaining %s run on the CPU only",
+                "event=store_partly_registered bytes=%d of=%d detail=%r: experts in the other %s run on the CPU only",
                 self.registered_bytes,
                 total,
                 refusal,

@@ -1,4 +1,5 @@
-"""What a step needs from the host, in one copy: packed fields in pinned memory, double-buffered, and their device views.
+"""What a step needs from the host, in one copy: packed fields in pinned memory, double-buffered, and their device
+views.
 
 The device side is one buffer at a fixed address, so that captured graphs find their inputs; copies into it are ordered
 by the stream. The host side has two buffers: the one of step n - 2 is free when step n is built.
@@ -82,11 +83,11 @@ def pack_fields(shape: StepShape) -> tuple[dict[str, Field], int]:
 class StepInputs:
     """Fields of one step, by name, as NumPy views (to be filled) or device tensors.
 
-    Per token: ``token`` (-1: the last one sampled for its request), ``position`` (-1: padding), ``request_slot`` (row of
-    the block tables and of the last tokens; 0 belongs to nobody), ``slot_mapping`` (KV; -1 writes nothing), ``admit``.
-    Per sampled row: ``logit_token`` (token index), ``sample_slot`` (request slot that gets the token; 0: nobody),
-    ``seed``, ``sample_position``, ``temperature``, ``top_k``, ``top_p``, ``min_p``. Query blocks as in the attention
-    kernel, with request slots for rows. ``num_real[p * NUM_REAL_STRIDE]`` tokens of piece p are no padding.
+    Per token: ``token`` (-1: the last one sampled for its request), ``position`` (-1: padding), ``request_slot`` (row
+    of the block tables and of the last tokens; 0 belongs to nobody), ``slot_mapping`` (KV; -1 writes nothing),
+    ``admit``. Per sampled row: ``logit_token`` (token index), ``sample_slot`` (request slot that gets the token; 0:
+    nobody), ``seed``, ``sample_position``, ``temperature``, ``top_k``, ``top_p``, ``min_p``. Query blocks as in the
+    attention kernel, with request slots for rows. ``num_real[p * NUM_REAL_STRIDE]`` tokens of piece p are no padding.
     """
 
     def __init__(self, largest: StepShape, device: torch.device) -> None:
@@ -120,8 +121,8 @@ class StepInputs:
 class RequestTable:
     """What the device remembers of each request: its last sampled token and its block table, by request slot.
 
-    Slot 0 belongs to nobody: padding reads and writes it. Slots are given out and taken back in the order of the stream,
-    so a slot may be given to a new request while a step of the old one is still queued.
+    Slot 0 belongs to nobody: padding reads and writes it. Slots are given out and taken back in the order of the
+    stream, so a slot may be given to a new request while a step of the old one is still queued.
     """
 
     def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:

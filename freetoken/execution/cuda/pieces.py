@@ -1,8 +1,8 @@
 """From a step's rows to batches of fixed shapes: which tokens run together, and with how much padding. Pure; no torch.
 
-A batch of single tokens is one decode batch. Anything else is cut, in order, into pieces of at most ``PIECE_TOKENS`` tokens;
-each is padded to the next bucket, because kernels are compiled for token counts. A row may span pieces: its earlier tokens' keys
-are stored before its later ones attend to them.
+A batch of single tokens is one decode batch. Anything else is cut, in order, into pieces of at most ``PIECE_TOKENS``
+tokens; each is padded to the next bucket, because kernels are compiled for token counts. A row may span pieces: its
+earlier tokens' keys are stored before its later ones attend to them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The forward pass as a sequence of kernel launches into buffers that exist: no host synchronisation, so it can be captured.
+"""The forward pass as a sequence of kernel launches into buffers that exist: no host synchronisation, so it can be
+captured.
 
-One program serves decode batches (T rows of one token) and pieces of prefill (T tokens of any rows); they differ in their query
-blocks. Up to ``GEMV_TOKENS`` tokens, projections read the float32 residual stream directly, norm included; larger batches go
-through normed rows and matrix products. Padding tokens have position -1 and change nothing.
+One program serves decode batches (T rows of one token) and pieces of prefill (T tokens of any rows); they differ in
+their query blocks. Up to ``GEMV_TOKENS`` tokens, projections read the float32 residual stream directly, norm included;
+larger batches go through normed rows and matrix products. Padding tokens have position -1 and change nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A model ready to run on the GPU: registered store, uploaded weights, captured graphs. The CUDA side of ``ModelRuntime``."""
+"""A model ready to run on the GPU: registered store, uploaded weights, captured graphs. The CUDA side of
+``ModelRuntime``."""
 
 from __future__ import annotations
 
@@ -141,7 +142,8 @@ class CudaRuntime:
         self.model.prepare(self._on_progress, capture)
 
     def build_executor(self, mailbox: Mailbox | None) -> CudaStepExecutor:
-        """An executor without requests, on ``mailbox`` (needed by models with routed experts). No step may be running."""
+        """An executor without requests, on ``mailbox`` (needed by models with routed experts). No step may be
+        running."""
         plan, config = self._launch.plan, self._launch.config
         self.model.attach(mailbox)
         self._mailbox = mailbox
@@ -196,10 +198,7 @@ def decode_batch_sizes(max_running: int) -> tuple[int, ...]:
 
 
 def _record_cuts(index: FtwIndex) -> list[list[int]]:
-    cuts: list[list[int]] = []
-    for number in range(len(index.files)):
-        cuts.append(sorted(int(offset) for offset in index.record_offset[index.record_file == number]))
-    return cuts
+    return [np.sort(index.record_offset[index.record_file == number]).tolist() for number in range(len(index.files))]
 
 
 def _host_weights(index: FtwIndex, segments: Sequence[SharedSegment]) -> Mapping[str, HostWeight]:

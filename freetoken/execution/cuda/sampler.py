@@ -48,7 +48,8 @@ class DeviceSampler:
 
 
 def samples_on_host(state: RequestState) -> bool:
-    """Whether the next token of this request needs its history or its log-probabilities, which the device does not keep."""
+    """Whether the next token of this request needs its history or its log-probabilities, which the device does not
+    keep."""
     params = state.sampling
     return bool(
         params.repetition_penalty != 1.0

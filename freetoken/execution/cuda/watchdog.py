@@ -1,4 +1,5 @@
-"""Ends steps that do not end: when the mailbox's words stand still for too long, it is aborted and all waits fall through."""
+"""Ends steps that do not end: when the mailbox's words stand still for too long, it is aborted and all waits fall
+through."""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ class Linear:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer. ``router`` float32 [E, H] and ``ordinal`` for expert layers; ``gate_up`` and ``down`` for the others."""
+    """One layer. ``router`` float32 [E, H] and ``ordinal`` for expert layers; ``gate_up`` and ``down`` for the
+    others."""
 
     index: int
     input_norm: Tensor

@@ -1,0 +1,251 @@
+"""What the CUDA device decides on the host: pieces, packed inputs, registered host memory, pipelining, watchdog."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from freetoken._native import SharedSegment
+from freetoken.errors import FreeTokenError
+from freetoken.execution.pipelined_thread import PipelinedStepThread
+from freetoken.messages import RowResult, StepFailed, StepPlan, StepResult, StepRow
+
+pytest.importorskip("triton", reason="needs triton")
+
+from freetoken.execution.cuda.host_memory import (
+    MailboxWindow,
+    RegisteredStore,
+    plan_pieces,
+    segment_address,
+)
+from freetoken.execution.cuda.inputs import RequestTable, StepInputs, StepShape, pack_fields
+from freetoken.execution.cuda.pieces import PIECE_BUCKETS, cut_pieces, query_blocks
+from freetoken.execution.cuda.watchdog import Watchdog
+from freetoken.testing.cuda_rig import HostDriver
+
+LIMIT_S = 20.0
+
+
+# ------------------------------------------------------------------------------------------------ pieces
+
+
+@pytest.mark.parametrize("lengths", [[1], [8], [9], [128], [129], [1, 300, 1, 5], [64] * 5, [1] * 200])
+def test_pieces_cover_every_token_once_in_order(lengths: list[int]) -> None:
+    pieces = cut_pieces(lengths)
+    seen = [(part.row, part.start + i) for piece in pieces for part in piece.parts for i in range(part.count)]
+    assert seen == [(row, i) for row, length in enumerate(lengths) for i in range(length)]
+    offset = 0
+    for piece in pieces:
+        assert piece.offset == offset and piece.bucket in PIECE_BUCKETS
+        assert piece.num_real == sum(part.count for part in piece.parts) <= piece.bucket
+        assert piece.num_real > piece.bucket // 2 or piece.bucket == PIECE_BUCKETS[0]
+        assert [part.first for part in piece.parts] == list(np.cumsum([0, *(p.count for p in piece.parts)])[:-1])
+        offset += piece.bucket
+
+
+@pytest.mark.parametrize("per_block", [1, 16])
+def test_query_blocks_cover_a_piece(per_block: int) -> None:
+    (piece,) = cut_pieces([3, 40, 1])
+    blocks = query_blocks(piece, per_block)
+    cells = sorted(first + i for _, first, count in blocks for i in range(count))
+    assert cells == list(range(44))
+    for row, first, count in blocks:
+        (part,) = [part for part in piece.parts if part.row == row]
+        assert 0 < count <= per_block and part.first <= first and first + count <= part.first + part.count
+
+
+# ------------------------------------------------------------------------------------------------ inputs
+
+
+def test_packed_fields_do_not_overlap_and_survive_the_copy() -> None:
+    inputs = StepInputs(StepShape(64, 8, 64, 2), torch.device("cpu"))
+    for shape in (StepShape(1, 1), StepShape(5, 2, 7, 2), StepShape(64, 8, 64, 2)):
+        fields, size = pack_fields(shape)
+        spans = sorted((field.offset, field.end) for field in fields.values())
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)) and spans[-1][1] <= size
+        views = inputs.host_views(shape)
+        for number, view in enumerate(views.values()):
+            view[...] = number + 1
+        inputs.upload(shape)
+        for number, tensor in enumerate(inputs.device_views(shape).values()):
+            assert tensor.tolist() == [number + 1] * len(tensor)
+            assert len(tensor) == 0 or tensor.data_ptr() % 16 == 0
+
+
+def test_a_filled_buffer_stays_until_the_step_after_the_next() -> None:
+    inputs = StepInputs(StepShape(4, 4), torch.device("cpu"))
+    first = inputs.host_views(StepShape(4, 4))["token"]
+    first[...] = 7
+    inputs.upload(StepShape(4, 4))
+    inputs.host_views(StepShape(4, 4))["token"][...] = 8
+    assert first.tolist() == [7] * 4
+
+
+def test_request_slots_and_block_tables() -> None:
+    table = RequestTable(2, 4, torch.device("cpu"))
+    a, b = table.slot("a"), table.slot("b")
+    assert {a, b} == {1, 2} and table.slot("a") == a and table.num_free == 0
+    with pytest.raises(IndexError):
+        table.slot("c")
+    table.note_blocks(a, 0, (5, 6))
+    table.note_blocks(a, 2, (9,))
+    table.note_blocks(b, 0, (7,))
+    table.flush()
+    table.flush()
+    assert table.block_tables[a].tolist() == [5, 6, 9, 0] and table.block_tables[b].tolist() == [7, 0, 0, 0]
+    assert table.block_tables[0].tolist() == [0] * 4
+    table.release("a")
+    table.release("unknown")
+    assert table.slot("c") == a
+    table.clear()
+    assert table.num_free == 2
+
+
+# ------------------------------------------------------------------------------------------------ host memory
+
+
+def test_pieces_end_at_records_where_they_can() -> None:
+    assert plan_pieces(10, [], 4) == [(0, 4), (4, 4), (8, 2)]
+    assert plan_pieces(10, [0, 3, 6, 9], 4) == [(0, 3), (3, 3), (6, 4)]
+    assert plan_pieces(10, [0, 9], 4) == [(0, 4), (4, 4), (8, 2)]
+    assert plan_pieces(4, [0, 2], 8) == [(0, 4)]
+
+
+def test_registration_stops_where_the_driver_refuses() -> None:
+    page = 4096
+    segments = [SharedSegment.create(f"s{i}", 4 * page) for i in range(3)]
+    driver = HostDriver(limit_bytes=6 * page)
+    cuts = [list(range(0, 4 * page, page))] * 3
+    store = RegisteredStore(driver, segments, cuts, wanted=[False, True, True], piece_bytes=page)
+    assert store.fetchable == [0, 4 * page, 2 * page]
+    record_segment = np.array([[1, 1, 2, 2, 0]], np.int32)
+    record_offset = np.array([[0, 3 * page, page, 2 * page, 0]], np.int64)
+    table = store.record_addresses(record_segment, record_offset, [page])
+    base = [segment_address(segment) for segment in segments]
+    assert table.tolist() == [[base[1], base[1] + 3 * page, base[2] + page, 0, 0]]
+    # A record that crosses pieces is readable where the device sees them side by side.
+    assert store.device_address(1, page, 2 * page) == base[1] + page
+    assert store.device_address(2, page, 2 * page) == 0
+    store.close()
+    store.close()
+    assert driver.ranges == {}
+
+
+def test_the_mailbox_window_shows_one_segment_after_the_other_at_the_same_address() -> None:
+    driver = HostDriver()
+    window = MailboxWindow(driver, 3 * 4096)
+    addresses = []
+    for value in (1, 2):
+        segment = SharedSegment.create("box", 2 * 4096)
+        np.frombuffer(memoryview(segment), np.uint8)[...] = value
+        window.attach(segment)
+        addresses.append(window.device_address)
+        seen = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * 8192).from_address(window.address))
+        assert seen.min() == seen.max() == value
+        assert list(driver.ranges) == [window.address]
+    assert addresses[0] == addresses[1] != 0
+    with pytest.raises(FreeTokenError, match="does not fit"):
+        window.attach(SharedSegment.create("large", 4 * 4096))
+    window.close()
+    window.close()
+    assert driver.ranges == {}
+
+
+# ------------------------------------------------------------------------------------------------ pipelining
+
+
+class TwoHalves:
+    """Records the order of halves; ``finish`` waits for the gate."""
+
+    depth = 2
+
+    def __init__(self, host_sampled: frozenset[str] = frozenset()) -> None:
+        self.gate = threading.Semaphore(0)
+        self.log: list[str] = []
+        self.changed = threading.Condition()
+        self.host_sampled = host_sampled
+        self.under_way: set[str] = set()
+
+    def must_finish_first(self, plan: StepPlan) -> bool:
+        return bool(self.under_way & {row.request_id for row in plan.rows} & self.host_sampled)
+
+    def enqueue(self, plan: StepPlan) -> Any:
+        self.under_way = {row.request_id for row in plan.rows}
+        self._note(f"enqueue {plan.step_id}")
+        return plan
+
+    def finish(self, pending: Any) -> StepResult | StepFailed:
+        assert self.gate.acquire(timeout=LIMIT_S)
+        self.under_way = set()
+        self._note(f"finish {pending.step_id}")
+        return StepResult(pending.step_id, 1, tuple(RowResult(row.request_id, 1) for row in pending.rows), 0, 0)
+
+    def _note(self, entry: str) -> None:
+        with self.changed:
+            self.log.append(entry)
+            self.changed.notify_all()
+
+    def wait_for(self, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.log) >= count, LIMIT_S), self.log
+
+
+def plan_of(step: int, name: str = "a") -> StepPlan:
+    return StepPlan(step, 1, (StepRow(name, step, 1, True, True),))
+
+
+def test_the_next_step_is_enqueued_before_the_last_is_finished() -> None:
+    executor, outcomes = TwoHalves(), []
+    thread = PipelinedStepThread(lambda plan, outcome: outcomes.append(outcome.step_id))
+    for step in (1, 2, 3):
+        thread.submit(executor, plan_of(step))  # type: ignore[arg-type]
+    executor.wait_for(2)
+    assert executor.log == ["enqueue 1", "enqueue 2"]
+    with pytest.raises(FreeTokenError, match="did not end"):
+        thread.drain(0.01)
+    for _ in range(3):
+        executor.gate.release()
+    thread.drain(LIMIT_S)
+    assert executor.log[2] == "finish 1" and outcomes == [1, 2, 3][: len(outcomes)]
+    thread.close(LIMIT_S)
+    thread.close(LIMIT_S)
+    assert thread.stats.steps == len(outcomes)
+
+
+def test_a_request_sampled_on_the_host_is_finished_first() -> None:
+    executor = TwoHalves(frozenset("a"))
+    thread = PipelinedStepThread(lambda plan, outcome: None)
+    for step, name in ((1, "a"), (2, "b"), (3, "b"), (4, "a"), (5, "a")):
+        thread.submit(executor, plan_of(step, name))  # type: ignore[arg-type]
+    for _ in range(5):
+        executor.gate.release()
+    executor.wait_for(10)
+    assert executor.log.index("finish 4") < executor.log.index("enqueue 5")
+    thread.close(LIMIT_S)
+
+
+# ------------------------------------------------------------------------------------------------ watchdog
+
+
+def test_the_watchdog_reports_a_standstill_but_not_progress() -> None:
+    late = threading.Event()
+    words = [0]
+    moving = threading.Event()
+
+    def progress() -> int:
+        if not moving.is_set():
+            words[0] += 1
+        return words[0]
+
+    watchdog = Watchdog(0.08, progress, late.set)
+    watchdog.begin()
+    assert not late.wait(0.3)
+    moving.set()  # from now on nothing moves
+    assert late.wait(LIMIT_S)
+    watchdog.end()
+    watchdog.close()
