@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -431,15 +431,13 @@ class Supervisor:
     async def _adopt(self) -> bool:
         """Take over living actors after the Controller's own death. True when they go on serving undisturbed; else
         what is usable is kept, and the group has to be brought up."""
-        self._own.restarts = 1
         self._enter(Phase.RECOVERING, "the Controller was restarted")
         self._adopting = True  # until it is known who holds the store, nobody is created
         try:
-            await asyncio.gather(*(self._adopt_one(handle) for handle in await self._host.adopt()))
+            told = await asyncio.gather(*(self._adopt_one(handle) for handle in await self._host.adopt()))
+            self._recall(told)
         finally:
             self._adopting = False
-        if not self._was_ready:
-            self._enter(Phase.STARTING, "")
         statuses = [member.status for member in self._others.values()]
         if any(s is None or s.state is not ActorState.SERVING or s.epoch != self._epoch for s in statuses):
             return False
@@ -450,7 +448,8 @@ class Supervisor:
             return False
         return not self._changed.is_set()
 
-    async def _adopt_one(self, handle: ActorHandle) -> None:
+    async def _adopt_one(self, handle: ActorHandle) -> Restarts:
+        """Returns what the earlier Controller told this actor about restarts."""
         member = self._others[handle.name]
         member.handle, member.loaded, member.touched = handle, True, True
         try:
@@ -458,24 +457,29 @@ class Supervisor:
             known = await asyncio.wait_for(handle.restarts(), self._policy.ping_timeout_s)
         except Exception as error:
             await self._put_down(member, handle, f"no answer to the new Controller: {brief(error)}")
-            return
+            return {}
         if status.state not in _ADOPTABLE:
             # Half-way through a load that this Controller knows nothing of.
             await self._put_down(member, handle, f"{status.state.value} when the Controller was restarted")
-            return
+            return known
         member.record_status(status, self._clock())
         self._was_ready = True
         has_store = status.metrics.get("store_bytes", 1.0) > 0
         member.holds_store = member.name in STORE_HOLDERS and has_store
         member.awaits_store = member.name is ActorName.WEIGHT_STREAMER and not has_store
         self._epoch = max(self._epoch, status.epoch)
-        self._recall(known)
+        return known
 
-    def _recall(self, known: Restarts) -> None:
-        """Restart counts as the earlier Controller told them to every actor."""
-        for member in self._others.values():
-            member.restarts = max(member.restarts, known.get(member.name, 0))
-        self._own.restarts = max(self._own.restarts, known.get(self._own.name, 0) + 1)
+    def _recall(self, told: Sequence[Restarts]) -> None:
+        """Restart counts of the earlier Controller, and the deaths that it did not see any more."""
+        self._own.restarts += 1
+        if not self._was_ready:
+            self._enter(Phase.STARTING, "")
+            return
+        for member in (self._own, *self._others.values()):
+            member.restarts += max((known.get(member.name, 0) for known in told), default=0)
+            if member.handle is None and not member.deaths:
+                self._record_death(member, "its process ended while there was no Controller")
 
     async def _join_epoch(self) -> None:
         """Become a peer within the running epoch: nobody is paused, no request is lost."""

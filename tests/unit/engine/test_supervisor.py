@@ -258,6 +258,8 @@ async def test_controller_and_another_die_together(group: FakeGroup, victim: Act
     await group.replace_controller()
     await group.until_answering(epoch=2)
     assert (group.reads, group.store_inodes()) == (1, store)
+    restarts = {status.name: status.restarts for status in await group.controller.actors()}
+    assert restarts == {name: int(name in (ActorName.CONTROLLER, victim)) for name in ACTOR_NAMES}
 
 
 async def test_a_new_controller_replaces_a_silent_weight_streamer(group: FakeGroup) -> None:
