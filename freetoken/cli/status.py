@@ -19,7 +19,6 @@ from freetoken.config.schema import RayConfig
 from freetoken.engine.runtime import Overview
 from freetoken.errors import FreeTokenError
 
-
 _PLAIN_WIDTH = 160
 
 
