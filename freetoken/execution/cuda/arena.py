@@ -51,8 +51,7 @@ class CudaArena:
             head_dim=model.head_dim,
             dtype=plan.kv_dtype,
         )
-        staging = plan_staging_bytes(model.num_experts, plan.slot_stride_bytes) if model.is_moe else 0
-        return cls(geometry, plan.num_slots, plan.slot_stride_bytes, staging, device)
+        return cls(geometry, plan.num_slots, plan.slot_stride_bytes, 0, device)
 
     @property
     def size_bytes(self) -> int:
