@@ -188,8 +188,8 @@ class NativeLayout:
         up_scales_offset: int = -1,
         down_scales_offset: int = -1,
     ) -> None:
-        """``dtype`` is ``"f32"``, ``"bf16"`` or ``"q4_0"``. Offsets count from the start of a tile; those of ``q4_0`` are of
-        the nibbles, and only it has scales."""
+        """``dtype`` is ``"f32"``, ``"bf16"`` or ``"q4_0"``. Offsets count from the start of a tile; those of ``q4_0`` are
+        of the nibbles, and only it has scales."""
 
 @final
 class ExpertStore:

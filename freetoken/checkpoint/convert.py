@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from freetoken.checkpoint.ftw import FtwIndex
+from freetoken.checkpoint.ftw import FtwIndex, may_be_q4_0
 from freetoken.checkpoint.ftw_writer import FtwWriter, plan_index
 from freetoken.checkpoint.gguf_source import GgufSource, is_gguf
 from freetoken.checkpoint.hf_source import HfSource
@@ -26,12 +27,18 @@ from freetoken.models.registry import (
 )
 from freetoken.models.spec import ModelSpec
 from freetoken.quant import bf16
+from freetoken.quant.formats import FORMATS, Q4_0
 from freetoken.quant.pack import pack_expert
+from freetoken.quant.q4_0_record import pack_q4_0_expert
 from freetoken.quant.record import DTYPE_BYTES
+
+logger = logging.getLogger(__name__)
+
+PARTS = ("gate", "up", "down")
 
 _CHUNK_BYTES = 64 * 1024**2
 _RELEASE_BYTES = 256 * 1024**2  # of records between two releases of the source's pages
-_CONFIG_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+_CONFIG_DTYPES = {"f32": "float32", "bf16": "bfloat16", Q4_0: "bfloat16"}
 
 Progress = Callable[[int, int, str], None]
 """Called with (bytes done, bytes in all, what is being written)."""
@@ -39,12 +46,14 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
-    """``dtype`` ``keep`` stores BF16 as BF16 and everything else as F32, so that no value changes.
+    """``dtype`` ``keep`` stores BF16, F32 and Q4_0 as they are (Q4_0 where the engine computes with it: projections,
+    embeddings and experts). Other formats become ``fallback_dtype``: ``f32`` keeps every value, ``bf16`` rounds them.
 
     ``split_dense_into_experts`` turns a dense Llama-shaped model into a Mixtral-shaped one; see ``split_experts``.
     """
 
     dtype: Literal["keep", "f32", "bf16"] = "keep"
+    fallback_dtype: Literal["f32", "bf16"] = "f32"
     split_dense_into_experts: int | None = None
     tile_columns: int | None = None
     max_file_bytes: int | None = None
@@ -104,12 +113,10 @@ def convert_source(
     spec = parse_source_config(source.config)
     names = _map_tensors(source, spec)
     dense_dtypes = {
-        name: _target_dtype(options, [source.tensors[origin].dtype]) for name, origin in names.dense.items()
+        name: _target_dtype(options, {source.tensors[origin].own_format}, may_be_q4_0(name))
+        for name, origin in names.dense.items()
     }
-    layer_dtypes = [
-        _target_dtype(options, [source.tensors[o].dtype for (at, _, _), o in names.experts.items() if at == layer])
-        for layer in range(len(spec.moe_layers))
-    ]
+    layer_dtypes = _choose_layer_dtypes(options, source, spec, names)
     config = _stored_config(source.config, spec, dense_dtypes)
     plan = plan_index(
         config,
@@ -128,7 +135,7 @@ def convert_source(
             if writer.has_tensor(name):
                 continue
             report(done, total, name)
-            writer.write_tensor(name, _rows(source, origin, dense_dtypes[name]))
+            writer.write_tensor(name, _read_in_slices(source, origin, dense_dtypes[name]))
             done += plan.tensors[name].size_bytes
             source.release()
         for layer, dtype in enumerate(layer_dtypes):
@@ -138,10 +145,9 @@ def convert_source(
                 if writer.has_record(layer, expert):
                     continue
                 report(done, total, f"layer {spec.moe_layers[layer]} expert {expert}")
-                gate, up, down = (
-                    _cast(source.read(names.experts[layer, expert, part]), dtype) for part in ("gate", "up", "down")
-                )
-                writer.write_record(layer, expert, pack_expert(layout, gate, up, down, record))
+                gate, up, down = (_read(source, names.experts[layer, expert, part], dtype) for part in PARTS)
+                pack = pack_q4_0_expert if dtype == Q4_0 else pack_expert
+                writer.write_record(layer, expert, pack(layout, gate, up, down, record))
                 done += layout.stride_bytes
                 unreleased += layout.stride_bytes
                 if unreleased >= _RELEASE_BYTES:
@@ -190,7 +196,7 @@ def _map_tensors(source: TensorSource, spec: ModelSpec) -> _TensorMap:
         f"layer {layer} expert {expert} {part}"
         for layer, i in ordinals.items()
         for expert in range(spec.num_experts)
-        for part in ("gate", "up", "down")
+        for part in PARTS
         if (i, expert, part) not in experts
     ]
     if missing:
@@ -198,15 +204,42 @@ def _map_tensors(source: TensorSource, spec: ModelSpec) -> _TensorMap:
     return _TensorMap({name: dense[name] for name in wanted}, experts)
 
 
-def _target_dtype(options: ConvertOptions, dtypes: list[str]) -> str:
+def _target_dtype(options: ConvertOptions, formats: set[str], may_be_q4_0: bool) -> str:
+    """How tensors of these formats are stored together."""
     if options.dtype != "keep":
         return options.dtype
-    return "bf16" if all(dtype == "bf16" for dtype in dtypes) else "f32"
+    if formats == {Q4_0} and may_be_q4_0:
+        return Q4_0
+    if formats <= set(DTYPE_BYTES):
+        return "bf16" if formats == {"bf16"} else "f32"
+    return "f32" if "f32" in formats else options.fallback_dtype
+
+
+def _choose_layer_dtypes(
+    options: ConvertOptions, source: TensorSource, spec: ModelSpec, names: _TensorMap
+) -> list[str]:
+    """The format of each expert layer's records. A layer whose experts are partly Q4_0 cannot keep it: a record has one
+    format."""
+    formats: list[dict[str, str]] = [{} for _ in spec.moe_layers]  # format -> one tensor that has it
+    for (layer, _, _), name in names.experts.items():
+        formats[layer].setdefault(source.tensors[name].own_format, name)
+    dtypes = [_target_dtype(options, set(found), True) for found in formats]
+    kept = Q4_0 in dtypes
+    for layer, (found, dtype) in enumerate(zip(formats, dtypes, strict=True)):
+        if options.dtype == "keep" and dtype != Q4_0 and (kept or Q4_0 in found):
+            other = next(name for name in found if name != Q4_0)
+            logger.warning(
+                "event=experts_widened layer=%d dtype=%s tensor=%r format=%s detail=%r",
+                spec.moe_layers[layer], dtype, found[other], other,
+                "a layer keeps Q4_0 only when all its experts are Q4_0; its records, and with them all slots, grow",
+            )  # fmt: skip
+    return dtypes
 
 
 def _stored_config(config: dict[str, Any], spec: ModelSpec, dense_dtypes: dict[str, str]) -> dict[str, Any]:
-    """The configuration with the dtype that most dense bytes really have."""
-    weight = dict.fromkeys(DTYPE_BYTES, 0)
+    """The configuration with the dtype that most dense weights really have. Quantised ones count as BF16, which is more
+    than precise enough for what is computed from them (``kv.dtype=auto`` follows this)."""
+    weight = dict.fromkeys(FORMATS, 0)
     for name, shape in dense_tensor_names(spec).items():
         weight[dense_dtypes[name]] += int(np.prod(shape, dtype=np.int64))
     stored = {key: value for key, value in config.items() if key not in ("torch_dtype", "dtype")}
@@ -214,19 +247,23 @@ def _stored_config(config: dict[str, Any], spec: ModelSpec, dense_dtypes: dict[s
     return stored
 
 
-def _cast(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+def _read(source: TensorSource, name: str, dtype: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+    """Rows as they are stored in ``dtype``: float32, uint16 (BF16), or GGUF blocks (Q4_0)."""
+    if dtype == Q4_0:
+        return source.read_blocks(name, start, stop)
+    values: NDArray[Any] = source.read(name, start, stop)
     if dtype == "f32":
         return bf16.to_f32(values) if values.dtype == np.uint16 else values
     return values if values.dtype == np.uint16 else bf16.from_f32(values)
 
 
-def _rows(source: TensorSource, name: str, dtype: str) -> Iterator[NDArray[Any]]:
+def _read_in_slices(source: TensorSource, name: str, dtype: str) -> Iterator[NDArray[Any]]:
     """The tensor in slices of whole rows that fit ``_CHUNK_BYTES`` as float32."""
     shape = source.tensors[name].shape
     row_bytes = 4 * int(np.prod(shape[1:], dtype=np.int64))
     step = max(1, _CHUNK_BYTES // max(1, row_bytes))
     for start in range(0, shape[0], step):
-        yield _cast(source.read(name, start, min(start + step, shape[0])), dtype)
+        yield _read(source, name, dtype, start, min(start + step, shape[0]))
 
 
 def _write_companions(source: TensorSource, config: dict[str, Any], directory: Path) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,8 +26,10 @@ from freetoken.checkpoint.integrity import digest_json
 from freetoken.errors import CheckpointError, UnsupportedModelError
 from freetoken.models.registry import dense_tensor_names, parse_model_config
 from freetoken.models.spec import ModelSpec
-from freetoken.quant.pack import STORAGE_DTYPES, unpack_expert
-from freetoken.quant.record import DTYPE_BYTES, RECORD_ALIGNMENT_BYTES, RecordLayout, plan_record_layout
+from freetoken.quant.formats import FORMATS, Q4_0, plan_layout, tensor_bytes, unpack_record
+from freetoken.quant.pack import STORAGE_DTYPES
+from freetoken.quant.q4_0_matrix import Q4_0Matrix, matrix_view
+from freetoken.quant.record import RECORD_ALIGNMENT_BYTES, RecordLayout
 
 INDEX_NAME = "ftw.json"
 FORMAT = "ftw"
@@ -36,6 +37,7 @@ VERSION = 1
 FILE_ALIGNMENT_BYTES = 4096
 TENSOR_ALIGNMENT_BYTES = 64
 _FILE_NAME = re.compile(r"(?:dense|experts)-\d{5}\.ftw")
+_Q4_0_NAME = re.compile(r"model\.embed_tokens\.weight|lm_head\.weight|model\.layers\.\d+\.\w+\.\w+_proj\.weight")
 
 FileKind = Literal["dense", "experts"]
 
@@ -51,7 +53,10 @@ class FtwFile:
 
 @dataclass(frozen=True, slots=True)
 class FtwTensor:
-    """A dense tensor, row-major; ``dtype`` is ``f32`` or ``bf16``, ``file_index`` an index into ``FtwIndex.files``."""
+    """A dense tensor, row-major; ``file_index`` is an index into ``FtwIndex.files``.
+
+    ``dtype`` is ``f32``, ``bf16``, or ``q4_0``: then ``shape`` is [O, I] and the bytes are as in ``quant.q4_0_matrix``.
+    """
 
     name: str
     dtype: str
@@ -278,12 +283,14 @@ class FtwIndex:
                     f"tensor {tensor.name!r} has shape {list(tensor.shape)}, "
                     f"the model needs {list(wanted[tensor.name])}"
                 )
-            if tensor.dtype not in DTYPE_BYTES:
+            if tensor.dtype not in FORMATS:
                 raise UnsupportedModelError(
                     f"{self.path / INDEX_NAME}: tensor {tensor.name!r} has dtype {tensor.dtype!r}; "
-                    f"supported: {sorted(DTYPE_BYTES)}"
+                    f"supported: {sorted(FORMATS)}"
                 )
-            if tensor.size_bytes != math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]:
+            if tensor.dtype == Q4_0 and not may_be_q4_0(tensor.name):
+                raise self._fail(f"tensor {tensor.name!r} has dtype q4_0; only embeddings and projections can")
+            if tensor.size_bytes != tensor_bytes(tensor.dtype, tensor.shape):
                 raise self._fail(f"tensor {tensor.name!r}: {tensor.size_bytes} bytes contradict its dtype and shape")
 
     def _validate_layouts(self) -> None:
@@ -294,17 +301,17 @@ class FtwIndex:
         if bad := [i for i in self.layer_layout if not 0 <= i < len(self.layouts)]:
             raise self._fail(f"layer_layout names record layout {bad[0]}, there are {len(self.layouts)}")
         for layout in self.layouts:
-            if layout.format not in DTYPE_BYTES:
+            if layout.format not in FORMATS:
                 raise UnsupportedModelError(
                     f"{self.path / INDEX_NAME}: record format {layout.format!r} is not supported; "
-                    f"supported: {sorted(DTYPE_BYTES)}"
+                    f"supported: {sorted(FORMATS)}"
                 )
             if (layout.hidden, layout.intermediate) != (self.spec.hidden_size, self.spec.moe_intermediate_size):
                 raise self._fail(
                     f"record layout of {layout.intermediate}x{layout.hidden} does not fit the model's "
                     f"{self.spec.moe_intermediate_size}x{self.spec.hidden_size} experts"
                 )
-            if layout != plan_record_layout(layout.format, layout.hidden, layout.intermediate, layout.tile_columns):
+            if layout != plan_layout(layout.format, layout.hidden, layout.intermediate, layout.tile_columns):
                 raise self._fail(f"record layout {layout.format!r} is not the version {VERSION} layout of its sizes")
 
     def _validate_placement(self) -> None:
@@ -338,18 +345,22 @@ class FtwIndex:
                     raise CheckpointError(f"{self.path / file.name}: {what} and {next_what} overlap")
 
     def read_tensor(self, name: str) -> NDArray[np.generic]:
-        """A dense tensor from disk (float32, or uint16 holding BF16). For tools and tests; no checksum."""
+        """A dense tensor from disk (float32, which Q4_0 becomes exactly, or uint16 holding BF16). For tools and tests;
+        no checksum."""
         tensor = self.tensors[name]
         raw = self._read(tensor.file_index, tensor.offset_bytes, tensor.size_bytes)
+        if tensor.dtype == Q4_0:
+            return matrix_view(raw, tensor.shape).dequantize()
         return raw.view(STORAGE_DTYPES[tensor.dtype]).reshape(tensor.shape)
 
     def read_expert(
         self, layer: int, expert: int
     ) -> tuple[NDArray[np.generic], NDArray[np.generic], NDArray[np.generic]]:
-        """Gate ``[I, H]``, up ``[I, H]``, down ``[H, I]`` of a record from disk. For tools and tests; no checksum."""
+        """Gate ``[I, H]``, up ``[I, H]``, down ``[H, I]`` of a record from disk, in dtypes like ``read_tensor``'s. For
+        tools and tests; no checksum."""
         layout = self.layout_of(layer)
         number, offset = int(self.record_file[layer, expert]), int(self.record_offset[layer, expert])
-        return unpack_expert(layout, self._read(number, offset, layout.stride_bytes))
+        return unpack_record(layout, self._read(number, offset, layout.stride_bytes))
 
     def _read(self, number: int, offset: int, size: int) -> NDArray[np.uint8]:
         path = self.path / self.files[number].name
@@ -369,16 +380,23 @@ def _matrix(value: Any, shape: tuple[int, int], dtype: type[np.generic], what: s
     return wide.astype(dtype)
 
 
-def open_dense_tensors(index: FtwIndex, segments: Sequence[Any]) -> dict[str, NDArray[Any]]:
+def may_be_q4_0(name: str) -> bool:
+    """Whether the dense tensor of this canonical name can be stored in Q4_0: embeddings and projections. Norms, biases
+    and routers stay floating-point numbers."""
+    return _Q4_0_NAME.fullmatch(name) is not None
+
+
+def open_dense_tensors(index: FtwIndex, segments: Sequence[Any]) -> dict[str, NDArray[Any] | Q4_0Matrix]:
     """Views of all dense tensors in the store, by canonical name (BF16 as uint16).
 
     ``segments[i]`` is a buffer with the bytes of ``index.files[i]``. The views share the segments' memory and keep them
     alive; nobody writes to them.
     """
-    views = {}
+    views: dict[str, NDArray[Any] | Q4_0Matrix] = {}
     for tensor in index.tensors.values():
-        dtype = STORAGE_DTYPES[tensor.dtype]
-        count = math.prod(tensor.shape)
-        flat = np.frombuffer(segments[tensor.file_index], dtype, count, tensor.offset_bytes)
-        views[tensor.name] = flat.reshape(tensor.shape)
+        raw = np.frombuffer(segments[tensor.file_index], np.uint8, tensor.size_bytes, tensor.offset_bytes)
+        if tensor.dtype == Q4_0:
+            views[tensor.name] = matrix_view(raw, tensor.shape)
+        else:
+            views[tensor.name] = raw.view(STORAGE_DTYPES[tensor.dtype]).reshape(tensor.shape)
     return views

@@ -15,7 +15,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,7 +36,10 @@ from freetoken.checkpoint.ftw import (
 from freetoken.checkpoint.integrity import crc32c, digest_json
 from freetoken.errors import CheckpointError
 from freetoken.models.registry import dense_tensor_names, parse_model_config
-from freetoken.quant.record import DTYPE_BYTES, RECORD_ALIGNMENT_BYTES, plan_record_layout
+from freetoken.quant.formats import Q4_0, plan_layout, tensor_bytes
+from freetoken.quant.q4_0_matrix import scales_offset_bytes
+from freetoken.quant.q4_0_record import split_blocks
+from freetoken.quant.record import RECORD_ALIGNMENT_BYTES
 from freetoken.units import align_up, format_bytes
 
 MAX_FILE_BYTES = 8 * 1024**3
@@ -56,18 +59,16 @@ def plan_index(
 ) -> FtwIndex:
     """Where everything will lie: an index without checksums and fingerprint.
 
-    ``dense_dtypes`` has the dtype of each canonical tensor, ``layer_dtypes`` that of each expert layer's records.
+    ``dense_dtypes`` has the dtype of each canonical tensor, ``layer_dtypes`` that of each expert layer's records, both
+    of ``quant.formats.FORMATS``.
     ``max_file_bytes`` None chooses a size that makes some tens of files, so that a loader can check one file while it
     reads the next; never above ``MAX_FILE_BYTES``. Raises ``CheckpointError`` when a tensor or record is larger than a
     file may be.
     """
     spec = parse_model_config(model_config)
-    sizes = {
-        name: int(np.prod(shape, dtype=np.int64)) * DTYPE_BYTES[dense_dtypes[name]]
-        for name, shape in dense_tensor_names(spec).items()
-    }
+    sizes = {name: tensor_bytes(dense_dtypes[name], shape) for name, shape in dense_tensor_names(spec).items()}
     layer_layouts = [
-        plan_record_layout(dtype, spec.hidden_size, spec.moe_intermediate_size, tile_columns) for dtype in layer_dtypes
+        plan_layout(dtype, spec.hidden_size, spec.moe_intermediate_size, tile_columns) for dtype in layer_dtypes
     ]
     layouts = tuple(dict.fromkeys(layer_layouts))
     if max_file_bytes is None:
@@ -295,11 +296,12 @@ class FtwWriter:
         return (layer, expert) in self._record_crc
 
     def write_tensor(self, name: str, chunks: Iterable[NDArray[np.generic]]) -> None:
-        """The tensor's elements in row-major order, in pieces; their dtype is the planned one's storage dtype."""
+        """The tensor's elements in row-major order, in pieces; their dtype is the planned one's storage dtype, or GGUF
+        blocks ``[rows, I / 32, 18]`` for ``q4_0``."""
         tensor = self._plan.tensors[name]
         done, crc = 0, 0
         with self._translate(f"write tensor {name!r} to {self._plan.files[tensor.file_index].name}"):
-            for chunk in chunks:
+            for chunk in _planes(chunks, tensor.shape) if tensor.dtype == Q4_0 else chunks:
                 data = np.ascontiguousarray(chunk).data.cast("B")
                 if done + len(data) > tensor.size_bytes:
                     raise CheckpointError(f"tensor {name!r} has more than its {tensor.size_bytes} bytes")
@@ -392,6 +394,17 @@ class FtwWriter:
         _fsync_path(self.destination.parent)
         if old.exists():
             shutil.rmtree(old)
+
+
+def _planes(chunks: Iterable[NDArray[Any]], shape: tuple[int, ...]) -> Iterator[NDArray[np.generic]]:
+    """Blocks of rows to the bytes of ``quant.q4_0_matrix``. The scales, an eighth of the whole, wait in memory."""
+    all_scales = []
+    for blocks in chunks:
+        nibbles, scales = split_blocks(blocks)
+        all_scales.append(scales)
+        yield nibbles
+    yield np.zeros(scales_offset_bytes(shape) - shape[0] * shape[1] // 2, np.uint8)
+    yield from all_scales
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

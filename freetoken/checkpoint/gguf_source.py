@@ -18,7 +18,7 @@ from freetoken.checkpoint.gguf_file import MAGIC, GgufFile
 from freetoken.checkpoint.gguf_tokenizer import write_tokenizer
 from freetoken.checkpoint.source import SourceTensor, TensorSource
 from freetoken.errors import CheckpointError
-from freetoken.quant import bf16
+from freetoken.quant import bf16, q4_0
 from freetoken.quant.gguf_types import GGUF_TYPES, GgufType
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -75,7 +75,7 @@ def gguf_series(path: Path) -> list[Path]:
 
 
 class GgufSource(TensorSource):
-    """Quantised tensors appear as F32 with their exact values, BF16 as BF16.
+    """Quantised tensors appear as F32 with their exact values, Q4_0 matrices as blocks too, BF16 as BF16.
 
     Experts that a GGUF stacks in one tensor appear one by one. Rows of Llama's query and key projections, which GGUF
     stores for interleaved rotary pairs, come in the order for half-split pairs.
@@ -152,24 +152,37 @@ class GgufSource(TensorSource):
             self._add(name, _Origin(file, name), shape)
 
     def _add(self, name: str, origin: _Origin, shape: tuple[int, ...]) -> None:
-        dtype = "bf16" if origin.file.tensors[origin.name].type_id == bf16.TYPE_ID else "f32"
-        self.tensors[name] = SourceTensor(shape, dtype)
+        kind = GGUF_TYPES[origin.file.tensors[origin.name].type_id]
+        dtype = "bf16" if kind.type_id == bf16.TYPE_ID else "f32"
+        self.tensors[name] = SourceTensor(shape, dtype, "" if kind.name.lower() == dtype else kind.name.lower())
         self._origins[name] = origin
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.generic]:
         """See ``TensorSource.read``."""
         origin, tensor = self._origins[name], self.tensors[name]
-        begin, end, _ = slice(start, stop).indices(tensor.shape[0])
-        rows = origin.file.rows(origin.name)
         kind = GGUF_TYPES[origin.file.tensors[origin.name].type_id]
         if len(tensor.shape) == 1:  # one row holds all of it
-            values = _decode(rows, kind)[0]
+            begin, end, _ = slice(start, stop).indices(tensor.shape[0])
+            values = _decode(origin.file.rows(origin.name), kind)[0]
             return values[begin:end] if origin.order is None else values[origin.order[begin:end]]
-        if origin.order is None:
-            rows = rows[origin.first_row + begin : origin.first_row + end]
-        else:
-            rows = rows[origin.order[begin:end]]
-        return _decode(rows, kind)
+        return _decode(self._rows(name, start, stop), kind)
+
+    def read_blocks(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.uint8]:
+        """See ``TensorSource.read_blocks``."""
+        tensor = self.tensors[name]
+        if tensor.format != q4_0.NAME.lower() or len(tensor.shape) != 2:
+            return super().read_blocks(name, start, stop)
+        rows = self._rows(name, start, stop)
+        return rows.reshape(rows.shape[0], -1, q4_0.BLOCK_BYTES)
+
+    def _rows(self, name: str, start: int, stop: int | None) -> NDArray[np.uint8]:
+        """Bytes of whole rows of a matrix; a view unless rows are rearranged."""
+        origin = self._origins[name]
+        begin, end, _ = slice(start, stop).indices(self.tensors[name].shape[0])
+        rows = origin.file.rows(origin.name)
+        if origin.order is not None:
+            return rows[origin.order[begin:end]]
+        return rows[origin.first_row + begin : origin.first_row + end]
 
     def write_companions(self, directory: Path) -> None:
         """Tokenizer and chat template from the metadata, and ``generation_config.json`` with the special token ids."""

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from freetoken._native import ExpertStore, NativeLayout, SharedSegment
+from freetoken._native import ExpertStore, SharedSegment
 from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.errors import CheckpointError, FreeTokenError
 from freetoken.messages import ActorName, SegmentInfo, StoreShared
-from freetoken.quant.record import RecordLayout
+from freetoken.quant.native_layout import native_layout
 from freetoken.transport import Endpoint
 
 
@@ -110,22 +110,6 @@ def receive_store(held: HeldStore | None, message: StoreShared, fds: Sequence[in
         close_fds(fds)
         return held
     return HeldStore.adopt(message, fds)
-
-
-def native_layout(layout: RecordLayout) -> NativeLayout:
-    """A record layout as the kernels see it. ``KeyError`` when it lacks gate, up or down."""
-    return NativeLayout(
-        layout.format,
-        layout.hidden,
-        layout.intermediate,
-        layout.tile_columns,
-        layout.num_tiles,
-        layout.tile_stride_bytes,
-        layout.stride_bytes,
-        layout.field("gate").offset_bytes,
-        layout.field("up").offset_bytes,
-        layout.field("down").offset_bytes,
-    )
 
 
 def close_fds(fds: Iterable[int]) -> None:

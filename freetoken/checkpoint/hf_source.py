@@ -55,7 +55,8 @@ class HfSource(TensorSource):
                 raise UnsupportedModelError(
                     f"{self._files.describe(name)} has dtype {entry.dtype}; supported: {sorted(_EXACT_DTYPES)}"
                 )
-            self.tensors[name] = SourceTensor(entry.shape, _EXACT_DTYPES[entry.dtype])
+            own_format = "f16" if entry.dtype == "F16" else ""
+            self.tensors[name] = SourceTensor(entry.shape, _EXACT_DTYPES[entry.dtype], own_format)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.generic]:
         """See ``TensorSource.read``."""

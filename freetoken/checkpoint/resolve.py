@@ -97,7 +97,13 @@ def _source_fingerprint(source: Path) -> str:
 
 
 def _convert_cached(source: Path, name: str, options: ConvertOptions, cache_dir: str | None, report: Progress) -> Path:
-    settings = [options.dtype, options.split_dense_into_experts, options.tile_columns, options.max_file_bytes]
+    settings = [
+        options.dtype,
+        options.fallback_dtype,
+        options.split_dense_into_experts,
+        options.tile_columns,
+        options.max_file_bytes,
+    ]
     fingerprint = digest_json([_source_fingerprint(source), VERSION, settings])
     root = (Path(cache_dir).expanduser() if cache_dir else Path.home() / ".cache" / "freetoken").resolve() / "ftw"
     target = root / f"{re.sub(r'[^A-Za-z0-9._-]', '_', name)}-{fingerprint[:16]}"

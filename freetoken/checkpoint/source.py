@@ -18,10 +18,19 @@ from freetoken.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """``dtype`` is the narrowest of ``f32`` and ``bf16`` that holds the tensor's values exactly."""
+    """``dtype`` is the narrowest of ``f32`` and ``bf16`` that holds the tensor's values exactly; ``read`` gives it.
+
+    ``format`` is how the source stores it, when that is neither (``q4_0``, ``q6_k``, ``f16`` ...), else empty.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    format: str = ""
+
+    @property
+    def own_format(self) -> str:
+        """``format``, or ``dtype`` when that is how the source stores it."""
+        return self.format or self.dtype
 
 
 def parse_source_config(config: dict[str, Any]) -> ModelSpec:
@@ -46,6 +55,10 @@ class TensorSource(abc.ABC):
     @abc.abstractmethod
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.generic]:
         """Rows ``start:stop`` (first axis) in the tensor's dtype: float32, or uint16 holding BF16."""
+
+    def read_blocks(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.uint8]:
+        """Rows of a matrix whose format is ``q4_0`` as GGUF blocks ``[rows, columns / 32, 18]``, bit for bit."""
+        raise CheckpointError(f"tensor {name!r} has no quantised blocks")
 
     def write_companions(self, directory: Path) -> None:
         """Copy or produce tokenizer, chat template and generation defaults in ``directory``, as far as known."""

@@ -24,7 +24,10 @@ _DENSE_ONLY_KEYS = ("attention_bias", "mlp_bias", "pretraining_tp", "model_type"
 
 
 class SplitExpertsSource(TensorSource):
-    """``inner`` with its MLPs as ``num_experts`` experts a layer. Owns and closes ``inner``."""
+    """``inner`` with its MLPs as ``num_experts`` experts a layer. Owns and closes ``inner``.
+
+    Quantised MLPs come as the float32 values that they stand for: an expert's scales times E may leave their format.
+    """
 
     def __init__(self, inner: TensorSource, num_experts: int) -> None:
         spec = parse_source_config(inner.config)
@@ -66,7 +69,7 @@ class SplitExpertsSource(TensorSource):
             shape = (spec.hidden_size, self._columns) if part == "down" else (self._columns, spec.hidden_size)
             for expert in range(num_experts):
                 split = f"{prefix}experts.{expert}.{_PARTS[part]}.weight"
-                self.tensors[split] = SourceTensor(shape, tensor.dtype)
+                self.tensors[split] = SourceTensor(shape, tensor.dtype, tensor.format and f"a part of {tensor.format}")
                 self._experts[split] = (name, part, expert)
             if part == "gate":
                 router = prefix + "gate.weight"
@@ -89,6 +92,12 @@ class SplitExpertsSource(TensorSource):
             self._last = None  # before the next one is read: never two of them
             self._last = (origin, self._inner.read(origin))
         return self._scaled(self._last[1][begin:end, first : first + self._columns], origin)
+
+    def read_blocks(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.uint8]:
+        """See ``TensorSource.read_blocks``."""
+        if name in self._experts or name in self._routers:
+            return super().read_blocks(name, start, stop)
+        return self._inner.read_blocks(name, start, stop)
 
     def _scaled(self, columns: NDArray[Any], origin: str) -> NDArray[np.generic]:
         """Times E. Exact short of overflow, which is refused."""

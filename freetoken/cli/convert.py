@@ -22,7 +22,13 @@ def add_parser(subparsers: Any) -> None:
         "--dtype",
         choices=("keep", "f32", "bf16"),
         default="keep",
-        help="keep: BF16 stays BF16, everything else becomes F32 with exact values (default)",
+        help="keep: BF16, F32 and Q4_0 stay what they are, other formats become --fallback-dtype (default)",
+    )
+    parser.add_argument(
+        "--fallback-dtype",
+        choices=("f32", "bf16"),
+        default="f32",
+        help="of formats that cannot be kept (F16, Q8_0, Q6_K, ...): f32 keeps every value (default), bf16 rounds",
     )
     parser.add_argument(
         "--split-dense-into-experts",
@@ -31,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
         help="turn a dense Llama into a Mixtral with E experts a layer and the same function (E a power of two)",
     )
     parser.add_argument(
-        "--tile-columns", type=int, metavar="N", help="intermediate columns of a tile (default: up to 64)"
+        "--tile-columns", type=int, metavar="N", help="intermediate columns of a tile (default: up to 64; 32 for Q4_0)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint that is there already")
     parser.add_argument(
@@ -44,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     options = ConvertOptions(
         dtype=args.dtype,
+        fallback_dtype=args.fallback_dtype,
         split_dense_into_experts=args.split_dense_into_experts,
         tile_columns=args.tile_columns,
         max_file_bytes=args.max_file_bytes,

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from freetoken.execution.kv_geometry import KVGeometry
-from freetoken.models.decoder import DecoderBatch
+from freetoken.kernels.q4_0_weight import Q4_0Weight
+from freetoken.models.decoder import DecoderBatch, Weight
 from freetoken.models.spec import RouterSpec
 
 ExpertMatrices = tuple[Tensor, Tensor, Tensor]  # gate [E, I, H], up [E, I, H], down [E, H, I]
@@ -33,7 +34,10 @@ class ReferenceOps:
         self._experts = experts or {}
 
     @staticmethod
-    def prepare(weight: Tensor) -> Tensor:
+    def prepare(weight: Weight) -> Tensor:
+        if isinstance(weight, Q4_0Weight):
+            return weight.dequantize()
+        assert isinstance(weight, Tensor)
         return weight
 
     def upload(self, batch: DecoderBatch) -> DecoderBatch:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from freetoken import _native
 from freetoken.kernels.interface import ExpertBank, PagedKv
-from freetoken.quant.record import RecordLayout
+from freetoken.quant.native_layout import native_layout
 
 
 class NativeKernels:
@@ -148,22 +148,6 @@ class NativeKernels:
             self._stores[id(bank)] = store
             weakref.finalize(bank, self._stores.pop, id(bank), None)
         return store
-
-
-def native_layout(layout: RecordLayout) -> _native.NativeLayout:
-    """A record layout as the native kernels see it. ``KeyError`` when it lacks gate, up or down."""
-    return _native.NativeLayout(
-        layout.format,
-        layout.hidden,
-        layout.intermediate,
-        layout.tile_columns,
-        layout.num_tiles,
-        layout.tile_stride_bytes,
-        layout.stride_bytes,
-        layout.field("gate").offset_bytes,
-        layout.field("up").offset_bytes,
-        layout.field("down").offset_bytes,
-    )
 
 
 def _array(name: str, tensor: Tensor, *dtypes: torch.dtype) -> NDArray[Any]:

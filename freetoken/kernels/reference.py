@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from freetoken.kernels.interface import ExpertBank, PagedKv
-from freetoken.quant.pack import unpack_expert
+from freetoken.quant.formats import unpack_record
 
 TORCH_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
@@ -88,7 +88,7 @@ class ReferenceKernels:
         layout = bank.layouts[bank.layer_layout[layer]]
         out = torch.zeros_like(hidden)
         for expert in sorted(set(ids.flatten().tolist()) - {-1}):
-            matrices = unpack_expert(layout, bank.record(layer, expert))
+            matrices = unpack_record(layout, bank.record(layer, expert))
             gate, up, down = (_widen(matrix) for matrix in matrices)
             tokens, slots = torch.nonzero(ids == expert, as_tuple=True)
             activation = self.silu_and_mul(hidden[tokens] @ gate.T, hidden[tokens] @ up.T)

@@ -41,15 +41,34 @@ class DecoderBatch:
     logit_tokens: Array
 
 
+class QuantizedWeight(Protocol):
+    """A matrix in a format of its own, which only ops look into (Q4_0 planes, say)."""
+
+    @property
+    def format(self) -> str:
+        """The format's name in the checkpoint."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(O, I)."""
+        ...
+
+
+Weight = Tensor | QuantizedWeight
+"""A tensor of the checkpoint: float32 or bfloat16; projections and embeddings may be quantised."""
+
+
 class DecoderOps(Protocol):
     """What a device must be able to do, on arrays of its own kind. Called from one thread.
 
-    Arrays have ``len``, ``reshape`` and row indexing. Activations are contiguous float32, weights as stored (float32
-    or bfloat16), norm weights and biases float32.
+    Arrays have ``len``, ``reshape`` and row indexing. Activations are contiguous float32, weights as stored (float32,
+    bfloat16, or quantised and then only for ``embed`` and ``linear``), norm weights and biases float32.
     """
 
-    def prepare(self, weight: Tensor) -> Array:
-        """A weight or table as this device wants it, once per model; on the CPU a view."""
+    def prepare(self, weight: Weight) -> Array:
+        """A weight or table as this device wants it, once per model; on the CPU a view. Raises ``CheckpointError`` for
+        a quantised format that the device has no kernels for."""
         ...
 
     def upload(self, batch: DecoderBatch) -> DecoderBatch:
@@ -131,20 +150,19 @@ class Decoder:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Weight],
         max_positions: int,
-        prepare: Callable[[Tensor], Array],
+        prepare: Callable[[Weight], Array],
     ) -> None:
-        """``weights`` are named and shaped as ``registry.dense_tensor_names`` says, float32 or bfloat16. Raises
+        """``weights`` are named and shaped as ``registry.dense_tensor_names`` says, see ``check_dense_weights``. Raises
         ``CheckpointError`` naming a tensor that is missing or has another shape or dtype."""
         self.spec = spec
         self.max_positions = max_positions
         check_dense_weights(spec, weights)
-        weights = {name: weights[name] for name in dense_tensor_names(spec)}
         self._cos, self._sin = (prepare(torch.from_numpy(table)) for table in rope_tables(spec.rope, max_positions))
         self._embedding = prepare(weights["model.embed_tokens.weight"])
         self._lm_head = self._embedding if spec.tie_word_embeddings else prepare(weights["lm_head.weight"])
-        self._final_norm = prepare(weights["model.norm.weight"].float())
+        self._final_norm = prepare(_float(weights["model.norm.weight"]))
         self._layers = [_build_layer(spec, weights, index, prepare) for index in range(spec.num_layers)]
 
     def forward(self, batch: DecoderBatch, ops: DecoderOps) -> Array:
@@ -192,8 +210,9 @@ class Decoder:
         return ops.linear(ops.silu_and_mul(gate, up), layer.down.weight, layer.down.bias)
 
 
-def check_dense_weights(spec: ModelSpec, weights: Mapping[str, Tensor]) -> None:
-    """Raises ``CheckpointError`` for a missing tensor, a wrong shape, or a dtype other than float32 and bfloat16."""
+def check_dense_weights(spec: ModelSpec, weights: Mapping[str, Weight]) -> None:
+    """Raises ``CheckpointError`` for a missing tensor, a wrong shape, a dtype other than float32 and bfloat16, or a
+    quantised norm, bias or router."""
     expected = dense_tensor_names(spec)
     missing = sorted(expected.keys() - weights.keys())
     if missing:
@@ -202,21 +221,25 @@ def check_dense_weights(spec: ModelSpec, weights: Mapping[str, Tensor]) -> None:
         tensor = weights[name]
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the model needs {shape}")
-        if tensor.dtype not in (torch.float32, torch.bfloat16):
+        if not isinstance(tensor, Tensor):
+            if len(shape) != 2 or name.endswith(".mlp.gate.weight"):
+                raise CheckpointError(f"tensor {name!r} is quantised ({tensor.format}); it must be float32 or bfloat16")
+        elif tensor.dtype not in (torch.float32, torch.bfloat16):
             raise CheckpointError(f"tensor {name!r} has dtype {tensor.dtype}, supported are float32 and bfloat16")
 
 
 def _build_layer(
-    spec: ModelSpec, weights: Mapping[str, Tensor], index: int, prepare: Callable[[Tensor], Array]
+    spec: ModelSpec, weights: Mapping[str, Weight], index: int, prepare: Callable[[Weight], Array]
 ) -> _Layer:
     prefix = f"model.layers.{index}."
+    wanted = dense_tensor_names(spec)
 
     def linear(name: str) -> _Linear:
-        bias = weights.get(prefix + name + ".bias")
-        return _Linear(prepare(weights[prefix + name + ".weight"]), None if bias is None else prepare(bias.float()))
+        bias = weights[prefix + name + ".bias"] if prefix + name + ".bias" in wanted else None
+        return _Linear(prepare(weights[prefix + name + ".weight"]), None if bias is None else prepare(_float(bias)))
 
     def norm(name: str) -> Array:
-        return prepare(weights[prefix + name + ".weight"].float())
+        return prepare(_float(weights[prefix + name + ".weight"]))
 
     moe = index in spec.moe_layers
     gate, up, down = (None, None, None) if moe else _triple([linear(f"mlp.{p}_proj") for p in ("gate", "up", "down")])
@@ -237,6 +260,11 @@ def _build_layer(
         up=up,
         down=down,
     )
+
+
+def _float(weight: Weight) -> Tensor:
+    assert isinstance(weight, Tensor)  # check_dense_weights
+    return weight.float()
 
 
 def _triple(items: Sequence[_Linear]) -> tuple[_Linear, _Linear, _Linear]:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freetoken._native import ExpertStore, SharedSegment
-from freetoken.checkpoint.held_store import native_layout
+from freetoken.quant.native_layout import native_layout
 from freetoken.quant.pack import pack_expert
 from freetoken.quant.record import plan_record_layout
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from freetoken import _native
-from freetoken.checkpoint.held_store import native_layout
 from freetoken.models.registry import DenseRole, ExpertRole, classify_tensor, parse_model_config
 from freetoken.models.spec import ModelSpec
+from freetoken.quant.native_layout import native_layout
 from freetoken.quant.pack import pack_expert
 from freetoken.quant.record import RecordLayout, plan_record_layout
 from freetoken.testing.tiny_models import write_tiny_checkpoint

@@ -47,8 +47,10 @@ def write_ftw(
     weights. ``companions(directory, config)`` writes the files beside the data. Memory: two records a thread, up to
     ``_RECORDS_BYTES``, and a few MiB of dense chunks.
     """
+    # As a conversion of the same model would have it: quantised weights count as BF16.
+    config = {**weights.config, "dtype": "bfloat16"} if weights.dtype == "q4_0" else weights.config
     plan = plan_index(
-        weights.config,
+        config,
         {name: weights.dtype_of(name) for name in weights.shapes},
         [weights.dtype] * len(weights.spec.moe_layers),
         max_file_bytes=max_file_bytes,
@@ -77,9 +79,7 @@ def write_ftw(
         largest = max((layout.stride_bytes for layout in plan.layouts), default=1)
         at_once = max(1, _RECORDS_BYTES // (2 * largest))  # a record, and the matrices it is made of
         for_each(write_run, _runs(plan, writer), min(num_threads, at_once))
-        return writer.finish(
-            {**source, "fingerprint": fingerprint}, lambda directory: companions(directory, weights.config)
-        )
+        return writer.finish({**source, "fingerprint": fingerprint}, lambda directory: companions(directory, config))
 
 
 def _chunk(weights: SyntheticWeights, name: str, rows: tuple[int, int]) -> Stored:

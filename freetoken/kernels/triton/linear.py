@@ -16,29 +16,14 @@ weights to x's dtype: 1e-2 for bfloat16.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from freetoken.kernels.q4_0_weight import Q4_0Weight
 from freetoken.kernels.triton.common import ONE_BITS, cdiv, next_power_of_2, q4_0_dot, q4_0_operand
 from freetoken.kernels.triton.expert_gemm import GemmShape, largest_step
 from freetoken.kernels.triton.gemm_core import q4_0_multiply
-
-
-@dataclass(frozen=True)
-class Q4_0Weight:
-    """A Q4_0 matrix [O, I] as planes: ``nibbles`` uint8 [O, I / 2], ``scales`` float16 [O, I / 32], contiguous, as
-    ``quant.q4_0_record.split_blocks`` makes them."""
-
-    nibbles: Tensor
-    scales: Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(O, I)."""
-        return self.nibbles.shape[0], self.nibbles.shape[1] * 2
 
 
 @triton.jit
