@@ -61,8 +61,7 @@ RecordLayout make_layout(const std::string& dtype, std::int32_t hidden, std::int
               {"up_scales_offset", up_scales_offset, elements / 16, 2},
               {"down_scales_offset", down_scales_offset, elements / 16, 2}};
   } else {
-    require(gate_scales_offset < 0 && up_scales_offset < 0 && down_scales_offset < 0,
-            "only q4_0 records have scales");
+    require(gate_scales_offset < 0 && up_scales_offset < 0 && down_scales_offset < 0, "only q4_0 records have scales");
     const auto element = static_cast<std::int64_t>(dtype_bytes(layout.dtype));
     fields = {{"gate_offset", gate_offset, elements * element, element},
               {"up_offset", up_offset, elements * element, element},

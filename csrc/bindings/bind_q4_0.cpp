@@ -17,8 +17,7 @@ namespace {
 const std::uint16_t* view_halves(const py::object& object, const char* name, std::int64_t rows, std::int64_t columns) {
   const py::array array = detail::checked_array(object, name, 2);
   if (!array.dtype().equal(py::dtype("float16"))) {
-    throw py::value_error(std::string(name) + " must have dtype float16, got " +
-                          std::string(py::str(array.dtype())));
+    throw py::value_error(std::string(name) + " must have dtype float16, got " + std::string(py::str(array.dtype())));
   }
   check_extent(name, 0, array.shape(0), rows);
   check_extent(name, 1, array.shape(1), columns);

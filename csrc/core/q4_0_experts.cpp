@@ -2,7 +2,8 @@
 //
 // 1. a token's hidden row is quantised;
 // 2. 32 intermediate columns of one job: gate and up dots, activation, and its quantisation, for all routes of the job;
-// 3. a range of outputs of one job: the sum over all columns, in ascending order, for all routes, written as it is final.
+// 3. a range of outputs of one job: the sum over all columns, in ascending order, for all routes, written as it is
+// final.
 //
 // What passes from one kind to the next is small (a byte or two per element), so there are no partial rows to add up,
 // and how outputs are cut does not show in the bits. An item waits only for those that it depends on: the first
@@ -99,8 +100,8 @@ class Plan {
       } else if (item - num_tokens < column_items_) {
         quantized_.wait(num_tokens);
         const std::int64_t at = item - num_tokens;
-        const auto job = std::prev(std::upper_bound(
-            jobs_.begin(), jobs_.end(), at, [](std::int64_t i, const Job& j) { return i < j.first_item; }));
+        const auto job = std::prev(std::upper_bound(jobs_.begin(), jobs_.end(), at,
+                                                    [](std::int64_t i, const Job& j) { return i < j.first_item; }));
         run_columns(kernels, rows, *job, at - job->first_item, hidden, blocks);
         finished_[job - jobs_.begin()].done();
       } else {
@@ -182,9 +183,9 @@ class Plan {
   static const std::uint16_t* u16(const std::byte* p) { return reinterpret_cast<const std::uint16_t*>(p); }
 
   const ExpertBatch& batch_;
-  std::int64_t chunks_ = 0;                // of a hidden row
-  std::vector<std::int32_t> tokens_;       // that have a route, each once
-  std::vector<std::int32_t> token_row_;    // token -> index in tokens_, or -1
+  std::int64_t chunks_ = 0;              // of a hidden row
+  std::vector<std::int32_t> tokens_;     // that have a route, each once
+  std::vector<std::int32_t> token_row_;  // token -> index in tokens_, or -1
   std::vector<Job> jobs_;
   std::int64_t num_blocks_ = 0;
   std::int64_t column_items_ = 0;

@@ -1,5 +1,5 @@
-// Products of Q4_0 weights (planes as in freetoken/quant/q4_0_record.py) with activations quantised to 8 bits, one table
-// per instruction set.
+// Products of Q4_0 weights (planes as in freetoken/quant/q4_0_record.py) with activations quantised to 8 bits, one
+// table per instruction set.
 //
 // A block of 32 activations becomes codes in -127..127 and one scale, max|x| / 127, as x is read. The product of two
 // blocks is the exact integer sum of (q - 8) * code, times both scales; products of blocks are added in float32. The

@@ -32,12 +32,8 @@ inline Vec spread(int step, Vec a) {
   return {_mm256_permutevar8x32_ps(a.v, _mm256_add_epi32(first, _mm256_set1_epi32(2 * step)))};
 }
 // Natural order into that of add_in_fours: lane v + 4 l takes output 2 v + l.
-inline Vec order_outputs(Vec a) {
-  return {_mm256_permutevar8x32_ps(a.v, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7))};
-}
-inline Vec restore_outputs(Vec a) {
-  return {_mm256_permutevar8x32_ps(a.v, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7))};
-}
+inline Vec order_outputs(Vec a) { return {_mm256_permutevar8x32_ps(a.v, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7))}; }
+inline Vec restore_outputs(Vec a) { return {_mm256_permutevar8x32_ps(a.v, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7))}; }
 
 // Dwords in -127..127 of sixteen values.
 inline __m128i narrow(__m256 a, __m256 b, __m256 inverse) {

@@ -30,15 +30,12 @@ void quantize_row(const float* x, std::int64_t n, Q8Chunk* out) {
     Q8Chunk& chunk = out[block / Q8Chunk::kBlocks];
     const std::int64_t within = block % Q8Chunk::kBlocks;
     Q8Chunk::Codes& codes = chunk.codes[within / 4];
-    chunk.scales[within] =
-        quantize_codes(x + block * ft::detail::kQ4Block, codes.low + within % 4 * 16, codes.high + within % 4 * 16,
-                       chunk.offsets + within * 4);
+    chunk.scales[within] = quantize_codes(x + block * ft::detail::kQ4Block, codes.low + within % 4 * 16,
+                                          codes.high + within % 4 * 16, chunk.offsets + within * 4);
   }
 }
 
-void quantize_block(const float* x, Q8Block* out) {
-  out->scale = quantize_codes(x, out->low, out->high, out->offsets);
-}
+void quantize_block(const float* x, Q8Block* out) { out->scale = quantize_codes(x, out->low, out->high, out->offsets); }
 
 // Memory this far on comes into the second-level cache while a vector is worked on. Rows follow one another, so that is
 // where the walk will be. Hardware prefetchers stop at every 4 KiB page; measured on Zen 4, this doubles what one core

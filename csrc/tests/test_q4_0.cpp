@@ -123,8 +123,8 @@ void products(const Q4Kernels& kernels) {
       const std::vector<float> bias = random_floats(columns);
       std::vector<float> out(rows * columns);
       std::vector<float> expected(rows * columns);
-      kernels.dot_rows(m.nibbles.data(), m.scales.data(), columns, n, activations.data(), rows, bias.data(),
-                       out.data(), columns);
+      kernels.dot_rows(m.nibbles.data(), m.scales.data(), columns, n, activations.data(), rows, bias.data(), out.data(),
+                       columns);
       plain.dot_rows(m.nibbles.data(), m.scales.data(), columns, n, activations.data(), rows, bias.data(),
                      expected.data(), columns);
       for (std::size_t i = 0; i < out.size(); ++i) check_close(out[i], expected[i], 1e-5);
@@ -179,8 +179,14 @@ void linear(WorkerPool& pool) {
   struct Shape {
     std::int64_t rows, inputs, outputs;
   };
-  for (const Shape s : {Shape{1, 32, 1}, {1, 96, 21}, {3, 64, 9}, {6, 544, 70}, {35, 96, 130}, {1, 2048, 300},
-                        {2, 32, 0}, {0, 32, 2}}) {
+  for (const Shape s : {Shape{1, 32, 1},
+                        {1, 96, 21},
+                        {3, 64, 9},
+                        {6, 544, 70},
+                        {35, 96, 130},
+                        {1, 2048, 300},
+                        {2, 32, 0},
+                        {0, 32, 2}}) {
     const std::vector<float> x = random_floats(s.rows * s.inputs);
     const std::vector<float> bias = random_floats(s.outputs);
     const Matrix m = random_matrix(s.outputs, s.inputs);
@@ -310,7 +316,7 @@ void experts(const std::vector<std::unique_ptr<WorkerPool>>& pools, int tile_col
     }
     CHECK(std::sqrt(error / size) < 0.02);
     if (first.empty()) first = out;
-    CHECK(out == first);  // pools of one instruction set
+    CHECK(out == first);                 // pools of one instruction set
     for (const ExpertJob& job : jobs) {  // one job and one route at a time: the same bits
       for (std::int32_t r = 0; r < job.num_routes; ++r) {
         const ExpertJob alone{job.record, job.layout, job.routes + r, 1};
@@ -333,7 +339,8 @@ int main() {
     products(kernels);
     strange_values(kernels);
     std::vector<std::unique_ptr<WorkerPool>> pools;
-    for (const int threads : {1, 2, 5}) pools.push_back(std::make_unique<WorkerPool>(threads, std::vector<int>{}, 0, isa));
+    for (const int threads : {1, 2, 5})
+      pools.push_back(std::make_unique<WorkerPool>(threads, std::vector<int>{}, 0, isa));
     for (const auto& pool : pools) linear(*pool);
     for (const int tile_columns : {32, 64, 96}) experts(pools, tile_columns);
   }
