@@ -75,7 +75,7 @@ void linear(WorkerPool& pool, const float* x, std::int64_t rows, std::int64_t in
       kernels.dot_rows(dtype, static_cast<const std::byte*>(weight) + first_output * row_bytes,
                        std::min(group, outputs - first_output), inputs, packed, stride, count,
                        bias == nullptr ? nullptr : bias + first_output, out + first_row * outputs + first_output,
-                       outputs);
+                       outputs, nullptr);
     }
   };
   const std::int64_t num_items = num_blocks * num_groups;

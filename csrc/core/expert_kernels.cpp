@@ -148,11 +148,15 @@ class Worker {
   void run(const Item& item, float* partials) {
     pack_routes(item);
     if (item.unit >= 0) {
-      run_unit(item, item.unit, partials + item.partial * stride_, true);
+      run_unit(item, item.unit, partials + item.partial * stride_, true, nullptr);
       return;
     }
     const std::int64_t count = num_units(*item.job->layout);
-    for (std::int64_t unit = 0; unit < count; ++unit) run_unit(item, unit, sums_, unit == 0);
+    for (std::int64_t unit = 0; unit < count; ++unit) {
+      const std::byte* next =
+          unit + 1 < count ? unit_address(*item.job, unit + 1) + item.job->layout->gate_offset : nullptr;
+      run_unit(item, unit, sums_, unit == 0, next);
+    }
     for (std::int32_t i = 0; i < item.num_routes; ++i) write_route(item, i, sums_ + i * stride_, 0, batch_.hidden_size);
   }
 
@@ -179,24 +183,32 @@ class Worker {
     }
   }
 
-  void run_unit(const Item& item, std::int64_t unit, float* sums, bool first) {
-    const RecordLayout& layout = *item.job->layout;
+  // The unit's part of its tile: add a field's offset to get at its weights.
+  static const std::byte* unit_address(const ExpertJob& job, std::int64_t unit) {
+    const RecordLayout& layout = *job.layout;
     const std::int64_t per_tile = units_per_tile(layout);
     const std::int64_t column = unit % per_tile * kUnitColumns;
+    return job.record + unit / per_tile * layout.tile_stride_bytes +
+           column * layout.hidden * static_cast<std::int64_t>(dtype_bytes(layout.dtype));
+  }
+
+  // `next` is what this worker will read afterwards, or null.
+  void run_unit(const Item& item, std::int64_t unit, float* sums, bool first, const std::byte* next) {
+    const RecordLayout& layout = *item.job->layout;
+    const std::int64_t column = unit % units_per_tile(layout) * kUnitColumns;
     const std::int64_t columns = std::min<std::int64_t>(kUnitColumns, layout.tile_columns - column);
-    const std::int64_t within = column * layout.hidden * static_cast<std::int64_t>(dtype_bytes(layout.dtype));
-    const std::byte* tile = item.job->record + unit / per_tile * layout.tile_stride_bytes + within;
+    const std::byte* tile = unit_address(*item.job, unit);
     const std::int64_t rows = item.num_routes;
     kernels_.dot_rows(layout.dtype, tile + layout.gate_offset, columns, layout.hidden, packed_, stride_, rows, nullptr,
-                      gate_, kUnitColumns);
+                      gate_, kUnitColumns, tile + layout.up_offset);
     kernels_.dot_rows(layout.dtype, tile + layout.up_offset, columns, layout.hidden, packed_, stride_, rows, nullptr,
-                      up_, kUnitColumns);
+                      up_, kUnitColumns, tile + layout.down_offset);
     for (std::int64_t r = 0; r < rows; ++r) {
       float* gate = gate_ + r * kUnitColumns;
       kernels_.silu_and_mul(gate, up_ + r * kUnitColumns, columns, gate);
     }
     kernels_.weighted_rows(layout.dtype, tile + layout.down_offset, columns, layout.hidden, gate_, kUnitColumns, rows,
-                           sums, stride_, first, temporary_);
+                           sums, stride_, first, temporary_, next);
   }
 
   void write_route(const Item& item, std::int32_t i, const float* sum, std::int64_t begin, std::int64_t length) {

@@ -53,15 +53,16 @@ struct RowKernels {
   void (*unpack_scaled)(DType dtype, const float* packed, float scale, std::int64_t n, float* out);
 
   // out[r * out_stride + c] = dot(weight row c, packed activation row r) (+ bias[c]); weight rows are n elements apart.
+  // `next`, here and below: the weights that will be read after these, to be prefetched towards the end, or null.
   void (*dot_rows)(DType dtype, const void* weights, std::int64_t num_columns, std::int64_t n, const float* packed,
                    std::int64_t packed_stride, std::int64_t num_rows, const float* bias, float* out,
-                   std::int64_t out_stride);
+                   std::int64_t out_stride, const void* next);
 
   // sum[r] (packed order) = (first ? 0 : sum[r]) + partial[r], partial[r] = sum over c of coefficient[r, c] * weight
   // row c, in ascending c from zero.
   void (*weighted_rows)(DType dtype, const void* weights, std::int64_t num_columns, std::int64_t n,
                         const float* coefficients, std::int64_t coefficient_stride, std::int64_t num_rows, float* sum,
-                        std::int64_t sum_stride, bool first, float* temporary);
+                        std::int64_t sum_stride, bool first, float* temporary, const void* next);
 
   // sum = (first ? 0 : sum) + x
   void (*add)(const float* x, std::int64_t n, bool first, float* sum);

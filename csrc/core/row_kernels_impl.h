@@ -95,18 +95,34 @@ constexpr std::int64_t kPrefetchBytes = 32768;
 
 inline void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-template <int R, int C, bool kPrefetch, typename W>
+// A run of weights that is read front to back, and what will be read after it (null: not known).
+struct Stream {
+  const char* begin;
+  std::int64_t bytes;
+  const char* next;
+
+  // Where to prefetch while `size` bytes at p are used: `distance` further on, past the end from the front of next.
+  const char* ahead(const void* p, std::int64_t size, std::int64_t distance) const {
+    const std::int64_t offset = static_cast<const char*>(p) - begin + distance;
+    if (offset + size <= bytes) return begin + offset;
+    if (next == nullptr) return nullptr;
+    return offset < bytes ? next : next + (offset - bytes);
+  }
+};
+
+// stream == null: the weights are in the cache already.
+template <int R, int C, typename W>
 inline void dot_tile(const W* weights, std::int64_t n, const float* x, std::int64_t x_stride, const float* bias,
-                     float* out, std::int64_t out_stride) {
+                     float* out, std::int64_t out_stride, const Stream* stream) {
   Vec sum[R][C];
   for (int r = 0; r < R; ++r) {
     for (int c = 0; c < C; ++c) sum[r][c] = vec_zero();
   }
   constexpr std::int64_t kStep = C * kBlock * static_cast<std::int64_t>(sizeof(W));  // bytes of weights in a step
-  const char* ahead = reinterpret_cast<const char*>(weights) + kPrefetchBytes;
+  const char* ahead = stream == nullptr ? nullptr : stream->ahead(weights, C * n * sizeof(W), kPrefetchBytes);
   const std::int64_t whole = n / kBlock * kBlock;
   for (std::int64_t i = 0; i < whole; i += kBlock) {
-    if constexpr (kPrefetch) {
+    if (ahead != nullptr) {
       for (std::int64_t line = 0; line < kStep; line += 64) prefetch_l2(ahead + line);
       ahead += kStep;
     }
@@ -128,60 +144,64 @@ inline void dot_tile(const W* weights, std::int64_t n, const float* x, std::int6
 // One or two rows are bound by memory: eight (AVX2, two rows: four) weight rows in flight hide the latency of the sums.
 template <int R, int C, typename W>
 void dot_few_rows(const W* weights, std::int64_t num_columns, std::int64_t n, const float* x, std::int64_t x_stride,
-                  const float* bias, float* out, std::int64_t out_stride) {
+                  const float* bias, float* out, std::int64_t out_stride, const Stream& stream) {
   std::int64_t column = 0;
   for (; column + C <= num_columns; column += C) {
-    dot_tile<R, C, true>(weights + column * n, n, x, x_stride, bias == nullptr ? nullptr : bias + column, out + column,
-                         out_stride);
+    dot_tile<R, C>(weights + column * n, n, x, x_stride, bias == nullptr ? nullptr : bias + column, out + column,
+                   out_stride, &stream);
   }
   for (; column < num_columns; ++column) {
-    dot_tile<R, 1, false>(weights + column * n, n, x, x_stride, bias == nullptr ? nullptr : bias + column, out + column,
-                          out_stride);
+    dot_tile<R, 1>(weights + column * n, n, x, x_stride, bias == nullptr ? nullptr : bias + column, out + column,
+                   out_stride, &stream);
   }
 }
 
 // Several rows: a group of columns stays in the first-level cache while all rows pass over it.
 template <int C, typename W>
 void dot_row_tiles(const W* weights, std::int64_t n, const float* x, std::int64_t x_stride, std::int64_t num_rows,
-                   const float* bias, float* out, std::int64_t out_stride) {
-  if (num_rows < kTileRows) return dot_tile<3, C, true>(weights, n, x, x_stride, bias, out, out_stride);
-  dot_tile<kTileRows, C, true>(weights, n, x, x_stride, bias, out, out_stride);
+                   const float* bias, float* out, std::int64_t out_stride, const Stream& stream) {
+  if (num_rows < kTileRows) return dot_tile<3, C>(weights, n, x, x_stride, bias, out, out_stride, &stream);
+  dot_tile<kTileRows, C>(weights, n, x, x_stride, bias, out, out_stride, &stream);
   std::int64_t row = kTileRows;
   for (; row + kTileRows <= num_rows; row += kTileRows) {
-    dot_tile<kTileRows, C, false>(weights, n, x + row * x_stride, x_stride, bias, out + row * out_stride, out_stride);
+    dot_tile<kTileRows, C>(weights, n, x + row * x_stride, x_stride, bias, out + row * out_stride, out_stride, nullptr);
   }
   x += row * x_stride;
   out += row * out_stride;
   switch (num_rows - row) {
     case 1:
-      return dot_tile<1, C, false>(weights, n, x, x_stride, bias, out, out_stride);
+      return dot_tile<1, C>(weights, n, x, x_stride, bias, out, out_stride, nullptr);
     case 2:
-      return dot_tile<2, C, false>(weights, n, x, x_stride, bias, out, out_stride);
+      return dot_tile<2, C>(weights, n, x, x_stride, bias, out, out_stride, nullptr);
     case 3:
-      return dot_tile<3, C, false>(weights, n, x, x_stride, bias, out, out_stride);
+      return dot_tile<3, C>(weights, n, x, x_stride, bias, out, out_stride, nullptr);
     default:
       return;
   }
 }
 
 void dot_rows(DType dtype, const void* weights, std::int64_t num_columns, std::int64_t n, const float* packed,
-              std::int64_t packed_stride, std::int64_t num_rows, const float* bias, float* out,
-              std::int64_t out_stride) {
+              std::int64_t packed_stride, std::int64_t num_rows, const float* bias, float* out, std::int64_t out_stride,
+              const void* next) {
   static_assert(kTileRows == 4);
+  if (num_rows <= 0) return;
   with_weights(dtype, weights, [&](const auto* w) {
-    if (num_rows <= 0) return;
-    if (num_rows == 1) return dot_few_rows<1, 8>(w, num_columns, n, packed, packed_stride, bias, out, out_stride);
+    const Stream stream = {reinterpret_cast<const char*>(w), num_columns * n * static_cast<std::int64_t>(sizeof *w),
+                           static_cast<const char*>(next)};
+    if (num_rows == 1) {
+      return dot_few_rows<1, 8>(w, num_columns, n, packed, packed_stride, bias, out, out_stride, stream);
+    }
     if (num_rows == 2) {
-      return dot_few_rows<2, 2 * kTileColumns>(w, num_columns, n, packed, packed_stride, bias, out, out_stride);
+      return dot_few_rows<2, 2 * kTileColumns>(w, num_columns, n, packed, packed_stride, bias, out, out_stride, stream);
     }
     std::int64_t column = 0;
     for (; column + kTileColumns <= num_columns; column += kTileColumns) {
       dot_row_tiles<kTileColumns>(w + column * n, n, packed, packed_stride, num_rows,
-                                  bias == nullptr ? nullptr : bias + column, out + column, out_stride);
+                                  bias == nullptr ? nullptr : bias + column, out + column, out_stride, stream);
     }
     for (; column < num_columns; ++column) {
       dot_row_tiles<1>(w + column * n, n, packed, packed_stride, num_rows, bias == nullptr ? nullptr : bias + column,
-                       out + column, out_stride);
+                       out + column, out_stride, stream);
     }
   });
 }
@@ -195,9 +215,9 @@ constexpr int kGroup = R == 1 ? 1 : 8;
 
 // G weight rows front to back, onto R sums. Where a sum starts and goes is chosen per pass: from == null starts at
 // zero; base != null adds the finished partial sum to it.
-template <int R, int G, bool kPrefetch, typename W>
+template <int R, int G, typename W>
 inline void weighted_group(const W* weights, std::int64_t n, const float* coefficients, std::int64_t coefficient_stride,
-                           const float* from, const float* base, float* to, std::int64_t stride) {
+                           const float* from, const float* base, float* to, std::int64_t stride, const Stream* stream) {
   Vec k[R][G];
   if constexpr (R * G <= 8) {
     for (int r = 0; r < R; ++r) {
@@ -231,10 +251,12 @@ inline void weighted_group(const W* weights, std::int64_t n, const float* coeffi
     }
   };
   constexpr std::int64_t kStep = G * kBlock * static_cast<std::int64_t>(sizeof(W));
-  const char* ahead = reinterpret_cast<const char*>(weights) + (G == 1 ? kPrefetchBytes / 4 : kPrefetchBytes);
+  const char* ahead = stream == nullptr
+                          ? nullptr
+                          : stream->ahead(weights, G * n * sizeof(W), G == 1 ? kPrefetchBytes / 4 : kPrefetchBytes);
   const std::int64_t whole = n / kBlock * kBlock;
   for (std::int64_t i = 0; i < whole; i += kBlock) {
-    if constexpr (kPrefetch) {
+    if (ahead != nullptr) {
       for (std::int64_t line = 0; line < kStep; line += 64) prefetch_l2(ahead + line);
       ahead += kStep;
     }
@@ -247,9 +269,10 @@ inline void weighted_group(const W* weights, std::int64_t n, const float* coeffi
   }
 }
 
-template <int R, bool kPrefetch, typename W>
+template <int R, typename W>
 void weighted_tile(const W* weights, std::int64_t num_columns, std::int64_t n, const float* coefficients,
-                   std::int64_t coefficient_stride, float* sum, std::int64_t stride, bool first, float* temporary) {
+                   std::int64_t coefficient_stride, float* sum, std::int64_t stride, bool first, float* temporary,
+                   const Stream* stream) {
   // The running partial sum lives in `sum` itself when there is nothing to add it to.
   float* running = first ? sum : temporary;
   std::int64_t column = 0;
@@ -262,29 +285,29 @@ void weighted_tile(const W* weights, std::int64_t num_columns, std::int64_t n, c
     float* to = last ? sum : running;
     const float* base = last && !first ? sum : nullptr;
     if (count == kGroup<R>) {
-      weighted_group<R, kGroup<R>, kPrefetch>(w, n, k, coefficient_stride, from, base, to, stride);
+      weighted_group<R, kGroup<R>>(w, n, k, coefficient_stride, from, base, to, stride, stream);
     } else {
-      weighted_group<R, 1, kPrefetch>(w, n, k, coefficient_stride, from, base, to, stride);
+      weighted_group<R, 1>(w, n, k, coefficient_stride, from, base, to, stride, stream);
     }
     column += count;
   }
 }
 
 // Fewer rows than a tile.
-template <bool kPrefetch, typename W>
+template <typename W>
 void weighted_remainder(const W* weights, std::int64_t num_columns, std::int64_t n, const float* coefficients,
                         std::int64_t coefficient_stride, std::int64_t num_rows, float* sum, std::int64_t stride,
-                        bool first, float* temporary) {
+                        bool first, float* temporary, const Stream* stream) {
   switch (num_rows) {
     case 1:
-      return weighted_tile<1, kPrefetch>(weights, num_columns, n, coefficients, coefficient_stride, sum, stride, first,
-                                         temporary);
+      return weighted_tile<1>(weights, num_columns, n, coefficients, coefficient_stride, sum, stride, first, temporary,
+                              stream);
     case 2:
-      return weighted_tile<2, kPrefetch>(weights, num_columns, n, coefficients, coefficient_stride, sum, stride, first,
-                                         temporary);
+      return weighted_tile<2>(weights, num_columns, n, coefficients, coefficient_stride, sum, stride, first, temporary,
+                              stream);
     case 3:
-      return weighted_tile<3, kPrefetch>(weights, num_columns, n, coefficients, coefficient_stride, sum, stride, first,
-                                         temporary);
+      return weighted_tile<3>(weights, num_columns, n, coefficients, coefficient_stride, sum, stride, first, temporary,
+                              stream);
     default:
       return;
   }
@@ -292,23 +315,19 @@ void weighted_remainder(const W* weights, std::int64_t num_columns, std::int64_t
 
 void weighted_rows(DType dtype, const void* weights, std::int64_t num_columns, std::int64_t n,
                    const float* coefficients, std::int64_t coefficient_stride, std::int64_t num_rows, float* sum,
-                   std::int64_t sum_stride, bool first, float* temporary) {
+                   std::int64_t sum_stride, bool first, float* temporary, const void* next) {
   static_assert(kTileRows == 4 && ft::detail::kTemporaryRows == kTileRows);
   with_weights(dtype, weights, [&](const auto* w) {
-    if (num_rows < kTileRows) {
-      return weighted_remainder<true>(w, num_columns, n, coefficients, coefficient_stride, num_rows, sum, sum_stride,
-                                      first, temporary);
-    }
-    weighted_tile<kTileRows, true>(w, num_columns, n, coefficients, coefficient_stride, sum, sum_stride, first,
-                                   temporary);
-    // From here on the weights are in the cache.
-    std::int64_t row = kTileRows;
+    const Stream stream = {reinterpret_cast<const char*>(w), num_columns * n * static_cast<std::int64_t>(sizeof *w),
+                           static_cast<const char*>(next)};
+    std::int64_t row = 0;
     for (; row + kTileRows <= num_rows; row += kTileRows) {
-      weighted_tile<kTileRows, false>(w, num_columns, n, coefficients + row * coefficient_stride, coefficient_stride,
-                                      sum + row * sum_stride, sum_stride, first, temporary);
+      // After the first rows the weights are in the cache.
+      weighted_tile<kTileRows>(w, num_columns, n, coefficients + row * coefficient_stride, coefficient_stride,
+                               sum + row * sum_stride, sum_stride, first, temporary, row == 0 ? &stream : nullptr);
     }
-    weighted_remainder<false>(w, num_columns, n, coefficients + row * coefficient_stride, coefficient_stride,
-                              num_rows - row, sum + row * sum_stride, sum_stride, first, temporary);
+    weighted_remainder(w, num_columns, n, coefficients + row * coefficient_stride, coefficient_stride, num_rows - row,
+                       sum + row * sum_stride, sum_stride, first, temporary, row == 0 ? &stream : nullptr);
   });
 }
 
