@@ -9,6 +9,9 @@ their own, each pinned to a core where there are enough. Cases:
   mailbox (``expert_ffn`` in this process).
 - ``cpu_share``: eight experts, all on CpuExecutor: two hand-offs more, and its computation.
 
+``planning`` is the time that ExpertCache's thread needs to answer a publish, without the hand-off: of decode batches,
+and of a long prefill chunk (32,768 routes); run by the device alone, with a quarter of the experts in slots.
+
 Spinning says something only where every party has a core to itself (``meaningful``): two for the first two cases, three
 for the last. Everything is measured around the Python call; ``binding_us`` is what an immediately returning one takes.
 
@@ -28,9 +31,10 @@ from typing import Any
 
 import numpy as np
 
-from freetoken._native import DeviceClient, Mailbox, SharedSegment, WorkerPool, expert_ffn
+from freetoken._native import CacheServer, DeviceClient, Mailbox, SharedSegment, SlotTable, WorkerPool, expert_ffn
 from freetoken.testing.data_plane import ServerProcess
 from freetoken.testing.expert_bank import Batch, ExpertBank
+from freetoken.testing.raw_mailbox import RawMailbox
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import write_result
@@ -144,6 +148,40 @@ def measure_binding(bank: ExpertBank) -> float:
     return measure(lambda: client.forward(0, *nothing, out), 20000)["p50_us"]
 
 
+def measure_planning(num_tokens: int, num_experts: int, num_layers: int = 48, count: int = 200) -> dict[str, Any]:
+    """Times of planning one publish; experts are drawn by a power law, and the last 32 tokens may fill slots."""
+    geometry = (num_tokens, TOP_K, 16, num_layers, num_experts, 1)
+    segment = SharedSegment.create("mailbox", Mailbox.required_bytes(*geometry))
+    mailbox = Mailbox.create(segment, 1, *geometry)
+    slots = SlotTable(num_layers, num_experts, num_layers * num_experts // 4)
+    server = CacheServer(mailbox, slots, 0.5, False, 0, [1] * num_layers, device_client=True)
+    server.start()
+    raw = RawMailbox(segment, mailbox.layout())
+    rng = np.random.default_rng(0)
+    popularity = -np.log(1 + np.arange(num_experts))
+    admit = (np.arange(num_tokens) >= num_tokens - 32).astype(np.uint8)
+    times: list[float] = []
+    total_ns = 0
+    for i in range(count):
+        keys = popularity + rng.gumbel(size=(num_tokens, num_experts))
+        ids = np.argpartition(-keys, TOP_K, axis=1)[:, :TOP_K].astype(np.int32)
+        raw.await_plan(raw.publish(i % num_layers, ids, admit=admit, flags=raw.layout["flag_device_only"]))
+        plan_ns = server.counters()["plan_ns"]
+        times.append((plan_ns - total_ns) / 1000)
+        total_ns = plan_ns
+    server.stop()
+    times = times[count // 10 :]
+    return {
+        "tokens": num_tokens,
+        "top_k": TOP_K,
+        "experts": num_experts,
+        "layers": num_layers,
+        "min_us": round(min(times), 2),
+        "p50_us": round(statistics.median(times), 2),
+        "mean_us": round(statistics.mean(times), 2),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=20000, help="round trips of a spinning case (a quarter if parked)")
@@ -164,6 +202,7 @@ def main() -> None:
         "load_average_before": load,
         "binding_us": measure_binding(bank),
         "cases": figures,
+        "planning": [measure_planning(tokens, experts) for tokens in (1, 8, 128, 4096) for experts in (128, 512)],
     }
     write_result(arguments.out, "mailbox", result)
 

@@ -39,7 +39,7 @@ class LayerPlanner {
                    PlanHeader& header, PlanEntry* entries, std::int32_t* routes);
 
  private:
-  bool collect(const PublishView& publish);
+  bool collect(const PublishView& publish, const std::int32_t* routes);
   void forget_counts();
   void order_misses(const PublishView& publish, const SlotTable& slots);
   void write_entries(const PublishView& publish, bool in_place, int num_fetches, PlanEntry* entries,

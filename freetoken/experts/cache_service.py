@@ -53,7 +53,7 @@ class ExpertCacheService(Service):
     async def wire(self, wiring: Wiring) -> None:
         """Make this epoch's mailbox, send it out, wait for GpuExecutor's arena, start serving.
 
-        Raises ``PeerLostError`` when GpuExecutor or CpuExecutor is gone, or the arena does not come within a minute;
+        Raises ``PeerLostError`` when GpuExecutor or CpuExecutor is gone, or the arena does not come in time;
         ``CapacityError`` when there is no memory for the mailbox.
         """
         self._end_epoch()
@@ -67,7 +67,7 @@ class ExpertCacheService(Service):
         for peer in (ActorName.CPU_EXECUTOR, ActorName.GPU_EXECUTOR):
             self.endpoint.send(peer, MailboxShared(self.epoch, segment.size_bytes), [segment.fd])
         mailbox = self._mailbox
-        arena = (await self._arrivals.wait(WIRE_TIMEOUT_S))[ActorName.GPU_EXECUTOR]
+        arena = (await self._arrivals.wait(self._arena_timeout_s))[ActorName.GPU_EXECUTOR]
         fetchable = await self._fetchable(arena)
         slots = self._slots_for(arena)
         model = self.spec.model
@@ -90,6 +90,13 @@ class ExpertCacheService(Service):
             slots.num_slots,
             self._server.counters()["resident"],
         )
+
+    @property
+    def _arena_timeout_s(self) -> float:
+        """A GPU says what it can fetch only after it has registered the whole store, at gigabytes per second."""
+        if is_device_client(self.spec):
+            return max(WIRE_TIMEOUT_S, self.spec.config.health.load_timeout_s)
+        return WIRE_TIMEOUT_S
 
     def _new_segment(self) -> SharedSegment:
         """All pages are there before the first publish: a page fault would cost as much as a layer."""
