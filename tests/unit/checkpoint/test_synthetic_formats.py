@@ -63,6 +63,23 @@ def test_every_format_holds_the_same_weights(tmp_path, shape, dtype):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+def test_q4_0_records_and_matrices_have_the_bits_of_the_gguf(tmp_path, shape):
+    weights = SyntheticWeights(shape_config(shape), "q4_0", seed=5)
+    make(shape, tmp_path / "ftw", dtype="q4_0")
+    make(shape, tmp_path / "m.gguf", dtype="q4_0", format="gguf")
+    direct = FtwIndex.load(tmp_path / "ftw")
+    assert not verify_checkpoint(tmp_path / "ftw").problems
+    same_values(direct, weights)
+    assert {t.dtype for t in direct.tensors.values()} == {"q4_0", "f32"}
+    converted = convert(tmp_path / "m.gguf", tmp_path / "from-gguf")
+    assert converted.tensors == direct.tensors
+    assert np.array_equal(converted.record_crc32c, direct.record_crc32c)
+    assert converted.layouts == direct.layouts
+    assert converted.spec == direct.spec
+    same_values(converted, weights)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_q4_0_gguf_and_its_safetensors_hold_the_same_values(tmp_path, shape):
     weights = SyntheticWeights(shape_config(shape), "q4_0", 0.0, seed=5)
     make(shape, tmp_path / "m.gguf", dtype="q4_0", format="gguf")
