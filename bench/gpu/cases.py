@@ -222,9 +222,11 @@ def gemm_case(
     down_shape: GemmShape | None = None,
     offset: int = 0,
     decode: bool = False,
+    fetched: bool = False,
     tag: str = "",
 ) -> Case:
-    """Experts by grouped GEMM: as in prefill (grouping on the device) or, with ``decode``, from a ready plan."""
+    """Experts by grouped GEMM: as in prefill (grouping on the device) or, with ``decode``, from a ready plan.
+    ``fetched`` compiles in the look at an entry's kind."""
     layout = layout_of(fmt)
     store = bench.store(fmt, EXPERTS * 4 if bench.real else EXPERTS)
     ids = bench.expert_ids(tokens)
@@ -243,7 +245,9 @@ def gemm_case(
         table = build_block_table(plan, routes, block_routes)
 
     def run() -> None:
-        expert_gemm(layout, plan, table, hidden, TOP_K, act, out, shape=shape, down_shape=down_shape)
+        expert_gemm(
+            layout, plan, table, hidden, TOP_K, act, out, fetched=fetched, shape=shape, down_shape=down_shape
+        )  # fmt: skip
 
     distinct = len(ids.unique()) if bench.real else EXPERTS
     return Case(

@@ -1,6 +1,9 @@
 """Compile every kernel at the benchmark's shapes for several architectures, without a GPU, and print what each needs.
 
-    python bench/gpu/compile.py [--arch 80 86 89 90 120] [--sass DIR]
+    python bench/gpu/compile.py [--arch 80 86 89 90 120] [--sass DIR] [--timed --jobs 8]
+
+With ``--timed`` it compiles all variants that ``kernels.py`` times into Triton's cache (for a machine whose GPU should
+not wait for compilers) and prints problems only.
 
 Exit status 1 when a kernel needs more shared memory than the smallest supported card gives a block (99 KiB). Spills and
 registers are printed; a kernel that spills much is worth a look.
@@ -84,21 +87,35 @@ def main() -> int:
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 86, 89, 90, 120])
     parser.add_argument("--sass", type=Path, help="write the machine code of each kernel into this directory")
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--timed", action="store_true", help="the variants that kernels.py times")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--part", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.jobs > 1 and options.part == 0:
+        command = [sys.executable, *sys.argv]
+        workers = [subprocess.Popen([*command, "--part", str(part + 1)]) for part in range(options.jobs)]
+        return max(worker.wait() for worker in workers)
     offline = OfflineDriver()
     driver.set_active(offline)
     recorder = Recorder()
-    from bench.gpu.selection import compile_cases
+    from bench.gpu.selection import compile_cases, timed_cases
 
     too_large = 0
     for arch in options.arch:
         offline.arch = arch
-        for case in compile_cases():
-            if options.only not in case.name:
+        for index, case in enumerate(timed_cases() if options.timed else compile_cases()):
+            if options.only not in case.name or (options.part and index % options.jobs != options.part - 1):
                 continue
             recorder.kernels.clear()
             start = time.perf_counter()
-            case.run()
+            try:
+                case.run()
+            except Exception as error:
+                print(f"sm_{arch} {case.name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+                too_large += 1
+                continue
+            if options.timed:
+                continue
             for kernel in recorder.kernels:
                 registers, stack = resources(kernel)
                 shared = kernel.metadata.shared

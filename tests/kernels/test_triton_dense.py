@@ -43,12 +43,11 @@ def test_silu_and_mul():
     assert relative_error(out, reference.silu_mul(x[:, :40], x[:, 40:])) < 1e-6
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(24, 64), (7, 96), (5, 40)])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "q4_0"), [(24, 64, False), (7, 96, False), (5, 40, False), (24, 64, True), (7, 96, True)]
+)
 @pytest.mark.parametrize("options", ["plain", "everything"])
-@pytest.mark.parametrize("q4_0", [False, True])
-def test_linear(outputs, inputs, options, q4_0):
-    if q4_0 and inputs % 32:
-        pytest.skip("Q4_0 rows are blocks of 32")
+def test_linear(outputs, inputs, q4_0, options):
     x = randn(3, inputs)
     weight, matrix = q4_0_weight(outputs, inputs) if q4_0 else (randn(outputs, inputs, seed=1),) * 2
     out = randn(3, outputs, seed=3)

@@ -71,8 +71,8 @@ def _emit_nothing(out_ptr, routes_ptr, first_route, num_routes, part, HIDDEN: tl
 
 @triton.jit
 def _q4_0_part(
-    source, destination, first_route, num_routes, part, routes_ptr, hidden_ptr, weights_ptr, scratch_ptr, out_ptr, one,
-    TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    source, destination, near, first_route, num_routes, part, routes_ptr, hidden_ptr, weights_ptr, scratch_ptr,
+    out_ptr, one, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     TILE_STRIDE: tl.constexpr, UP_Q: tl.constexpr, GATE_D: tl.constexpr, UP_D: tl.constexpr, DOWN_Q: tl.constexpr,
     DOWN_D: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, SINGLE: tl.constexpr, PARTIALS: tl.constexpr,
     FILL: tl.constexpr, PREFETCH: tl.constexpr,
@@ -89,8 +89,9 @@ def _q4_0_part(
     fill = destination + tile * TILE_STRIDE
     column = inner * COLUMNS + tl.arange(0, COLUMNS)
     one = one.to(tl.uint32)
-    if PREFETCH:
-        # ``down`` is wanted only after gate and up are reduced; from HBM it should be on its way by then.
+    if PREFETCH and near:
+        # ``down`` is wanted only after gate and up are reduced; from HBM it should be on its way by then. Not so from
+        # the host, whose lines may be dropped and would cross the bus twice.
         prefetch_l2(base + DOWN_Q + inner * (HIDDEN * 16 // TILE_BLOCKS), PREFETCH)
 
     gate = tl.zeros([COLUMNS], tl.float32)
@@ -189,7 +190,7 @@ def _q4_0_scratch_operand(cell, INTERMEDIATE: tl.constexpr):
 
 @triton.jit
 def _dense_part(
-    source, destination, first_route, num_routes, part, routes_ptr, hidden_ptr, weights_ptr, scratch_ptr, out_ptr,
+    source, destination, near, first_route, num_routes, part, routes_ptr, hidden_ptr, weights_ptr, scratch_ptr, out_ptr,
     DTYPE: tl.constexpr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr,
     TILE_COLUMNS: tl.constexpr, TILE_STRIDE: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr, COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr, PARTS: tl.constexpr, SINGLE: tl.constexpr, PARTIALS: tl.constexpr, FILL: tl.constexpr,
@@ -202,7 +203,7 @@ def _dense_part(
     fill = destination + tile * TILE_STRIDE
     column = (part % tile_parts) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < TILE_COLUMNS
-    if PREFETCH:
+    if PREFETCH and near:
         prefetch_l2(base + DOWN + (part % tile_parts) * (COLUMNS * HIDDEN * DTYPE.primitive_bitwidth // 8), PREFETCH)
 
     gate = tl.zeros([COLUMNS], tl.float32)
@@ -287,15 +288,15 @@ def _expert_gemv_kernel(
             if mine:
                 if Q4_0:
                     _q4_0_part(
-                        source, destination, first_route, num_routes, part, routes_ptr, hidden_ptr, weights_ptr,
-                        scratch_ptr, out_ptr, one, TOP_K, HIDDEN, INTERMEDIATE, TILE_COLUMNS, TILE_STRIDE, OFFSET_1,
-                        OFFSET_2, OFFSET_3, OFFSET_4, OFFSET_5, CHUNK, PARTS, SINGLE, PARTIALS, FILL, PREFETCH,
+                        source, destination, kind == 0, first_route, num_routes, part, routes_ptr, hidden_ptr,
+                        weights_ptr, scratch_ptr, out_ptr, one, TOP_K, HIDDEN, INTERMEDIATE, TILE_COLUMNS,
+                        TILE_STRIDE, OFFSET_1, OFFSET_2, OFFSET_3, OFFSET_4, OFFSET_5, CHUNK, PARTS, SINGLE, PARTIALS, FILL, PREFETCH,
                     )  # fmt: skip
                 else:
                     _dense_part(
-                        source, destination, first_route, num_routes, part, routes_ptr, hidden_ptr, weights_ptr,
-                        scratch_ptr, out_ptr, DTYPE, TOP_K, HIDDEN, INTERMEDIATE, TILE_COLUMNS, TILE_STRIDE, OFFSET_1,
-                        OFFSET_2, COLUMNS, CHUNK, PARTS, SINGLE, PARTIALS, FILL, PREFETCH,
+                        source, destination, kind == 0, first_route, num_routes, part, routes_ptr, hidden_ptr,
+                        weights_ptr, scratch_ptr, out_ptr, DTYPE, TOP_K, HIDDEN, INTERMEDIATE, TILE_COLUMNS,
+                        TILE_STRIDE, OFFSET_1, OFFSET_2, COLUMNS, CHUNK, PARTS, SINGLE, PARTIALS, FILL, PREFETCH,
                     )  # fmt: skip
             else:
                 _emit_nothing(out_ptr, routes_ptr, first_route, num_routes, part, HIDDEN, PARTS, CHUNK, PARTIALS)

@@ -88,7 +88,7 @@ def wait_word(word, abort, expected, limit_ns, INTERPRET: tl.constexpr):
     if INTERPRET:
         return tl.where(tl.load(pointer_to(word, tl.int32)) == expected, 0, 1)
     else:
-        return tl.inline_asm_elementwise(
+        status = tl.inline_asm_elementwise(
             """{
             .reg .pred done, stop, late;
             .reg .u32 value, reason;
@@ -119,6 +119,9 @@ def wait_word(word, abort, expected, limit_ns, INTERPRET: tl.constexpr):
             is_pure=False,
             pack=1,
         )
+        # Every warp has waited by itself, and near the limit they may disagree: the reduction goes through all of them
+        # (up to 8) and gives each the same.
+        return tl.max(tl.zeros([256], tl.int32) + status, axis=0)
 
 
 @triton.jit(do_not_specialize=["layer", "flags"])
@@ -234,18 +237,12 @@ def _await_plan_kernel(
     seq_ptr, store_ptr, counts_ptr, entries_ptr, addresses_ptr, routes_ptr, on_gpu_ptr, plan, abort, header, entries,
     routes, slots, slot_stride, limit_ns, late_reason,
     ENTRIES_POW2: tl.constexpr, MAX_ENTRIES: tl.constexpr, ROUTES_POW2: tl.constexpr, MAX_ROUTES: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr, WARPS: tl.constexpr, INTERPRET: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     seq = tl.load(seq_ptr)
     route = tl.arange(0, ROUTES_POW2)
     tl.store(on_gpu_ptr + route, tl.zeros([ROUTES_POW2], tl.int32), mask=route < MAX_ROUTES)
     status = wait_word(plan, abort, seq, limit_ns, INTERPRET)
-    if WARPS > 1:
-        # Every warp has waited by itself, and near the limit they may disagree: the first one decides.
-        tl.store(counts_ptr + 5, status)
-        tl.debug_barrier()
-        status = tl.load(counts_ptr + 5, volatile=True)
-        tl.debug_barrier()
     good = status == 0
     if status == 2:
         store_release_system(abort, late_reason, INTERPRET)
@@ -310,7 +307,7 @@ def await_plan(
         box.plan_header, box.entries, box.routes, slots_address, slot_stride_bytes, limit_ns, ABORT_PLAN_LATE,
         ENTRIES_POW2=next_power_of_2(plan.max_entries), MAX_ENTRIES=plan.max_entries,
         ROUTES_POW2=next_power_of_2(plan.max_routes), MAX_ROUTES=plan.max_routes, NUM_EXPERTS=store.shape[0],
-        WARPS=warps, INTERPRET=INTERPRETED, num_warps=warps,
+        INTERPRET=INTERPRETED, num_warps=warps,
     )  # fmt: skip
 
 
