@@ -289,9 +289,9 @@ def _expert_gemv_kernel(
                 if Q4_0:
                     _q4_0_part(
                         source, destination, kind == 0, first_route, num_routes, part, routes_ptr, hidden_ptr,
-                        weights_ptr, scratch_ptr, out_ptr, one, TOP_K, HIDDEN, INTERMEDIATE, TILE_COLUMNS,
-                        TILE_STRIDE, OFFSET_1, OFFSET_2, OFFSET_3, OFFSET_4, OFFSET_5, CHUNK, PARTS, SINGLE, PARTIALS, FILL, PREFETCH,
-                    )  # fmt: skip
+                        weights_ptr, scratch_ptr, out_ptr, one, TOP_K, HIDDEN, INTERMEDIATE, TILE_COLUMNS, TILE_STRIDE,
+                        OFFSET_1, OFFSET_2, OFFSET_3, OFFSET_4, OFFSET_5, CHUNK, PARTS, SINGLE, PARTIALS, FILL,
+                        PREFETCH, )  # fmt: skip
                 else:
                     _dense_part(
                         source, destination, kind == 0, first_route, num_routes, part, routes_ptr, hidden_ptr,
