@@ -1,4 +1,4 @@
-"""What Q4_0 kernels on the CPU must compute, in numpy and float64: with activations as they are, or quantised to 8 bits.
+"""What Q4_0 kernels on the CPU must compute, in numpy and float64: with activations as they are, or rounded to 8 bits.
 
 The kernels round activations; ``quantize_activations`` does the same, so that the rest can be compared closely.
 """

@@ -2,7 +2,7 @@
 
 With activations rounded to 8 bits as the kernels round them, results agree to float32 accuracy (experts: but for
 hidden values that lie so near a rounding boundary that float32 decides it). Against unrounded activations the error of
-a projection of random numbers is about 0.5 %, that of an expert about 0.8 %: what 8 bits cost.
+a projection of normally distributed numbers is 0.53 %, that of a whole expert 1.3 %: what 8 bits cost.
 """
 
 from __future__ import annotations
