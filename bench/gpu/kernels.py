@@ -248,7 +248,7 @@ def _registered_memfd(report: Report, bench: Bench) -> None:
     host.copy_(bench.store("q4_0", 512, host=True)[:records])
     start = time.perf_counter()
     status = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), size, 0)
-    report.note(registering_memfd_gib_s=round(size / 2**30 / (time.perf_counter() - start), 2), status=int(status))
+    report.note(registering_memfd_gib_s=round(size / 2**30 / (time.perf_counter() - start), 2), status=str(status))
     for experts in (1, 8):
         made = [
             cases.gemv_case(bench, "q4_0", 1, store=host, kind=KIND_FETCH, offset=16 * i, experts=experts,
