@@ -51,7 +51,8 @@ def crc32c(data: Any, crc: int = 0) -> int:
 
 @final
 class WorkerPool:
-    """Fixed threads that run native parallel sections; one section at a time. Idle workers spin ``spin_us``, then park."""
+    """Fixed threads that run native parallel sections; one section at a time. Idle workers spin ``spin_us``, then
+    park."""
 
     def __init__(self, num_threads: int, core_ids: Sequence[int] = (), spin_us: int = 0, isa: str = "auto") -> None:
         """``core_ids`` empty: not pinned. ``isa`` caps the kernels: auto, scalar, avx2, avx512, avx512_bf16."""
@@ -65,7 +66,8 @@ class WorkerPool:
     def close(self) -> None: ...
 
 def stream_read_gbps(pool: WorkerPool, segment: SharedSegment, repetitions: int = 3) -> float:
-    """Best rate (10^9 bytes/s) at which the pool's threads read the whole segment; what kernels are measured against."""
+    """Best rate (10^9 bytes/s) at which the pool's threads read the whole segment; what kernels are measured
+    against."""
 
 # ---------------------------------------------------------------------------------------------- reading
 
@@ -116,7 +118,8 @@ def add_rms_norm(pool: WorkerPool, residual: F32, delta: F32, weight: F32, eps: 
     """residual[T,H] += delta, then out = rms_norm(residual)."""
 
 def rotary(pool: WorkerPool, x: F32, positions: I32, cos: F32, sin: F32) -> None:
-    """Rotate x[T, heads, D] in place, half-split pairs: cos/sin are [max_position, R/2] tables, R = rotated leading dims."""
+    """Rotate x[T, heads, D] in place, half-split pairs: cos/sin are [max_position, R/2] tables, R = rotated leading
+    dims."""
 
 def silu_and_mul(pool: WorkerPool, gate: F32, up: F32, out: F32) -> None:
     """out = gate * sigmoid(gate) * up, elementwise over [T, I]."""
@@ -137,7 +140,8 @@ def kv_store(
     block_size: int,
     kv_dtype: str,
 ) -> None:
-    """Write keys/values [T, KVH, D] of one layer at token slots (block * block_size + offset) of block-major KV records.
+    """Write keys/values [T, KVH, D] of one layer at token slots (block * block_size + offset) of block-major KV
+    records.
 
     Within a block record, a layer occupies [2 (k, v), block_size, KVH, D] of kv_dtype ("f32" or "bf16") from
     ``layer_offset_bytes``. A slot of -1 is skipped.
@@ -188,8 +192,8 @@ class NativeLayout:
         up_scales_offset: int = -1,
         down_scales_offset: int = -1,
     ) -> None:
-        """``dtype`` is ``"f32"``, ``"bf16"`` or ``"q4_0"``. Offsets count from the start of a tile; those of ``q4_0`` are
-        of the nibbles, and only it has scales."""
+        """``dtype`` is ``"f32"``, ``"bf16"`` or ``"q4_0"``. Offsets count from the start of a tile; those of ``q4_0``
+        are of the nibbles, and only it has scales."""
 
 @final
 class ExpertStore:
@@ -220,7 +224,8 @@ def expert_ffn(
     out: F32,
     deterministic: bool = False,
 ) -> None:
-    """out[T,H] = sum over k of weights[t,k] * FFN(ids[t,k])(hidden[t]), straight from the store. Ids of -1 are skipped."""
+    """out[T,H] = sum over k of weights[t,k] * FFN(ids[t,k])(hidden[t]), straight from the store. Ids of -1 are
+    skipped."""
 
 @final
 class Mailbox:
@@ -248,9 +253,9 @@ class Mailbox:
         max_shared_tokens: int = 0,
         route_rows: bool = True,
     ) -> Mailbox:
-        """``max_shared_tokens``: tokens of a publish in which CpuExecutor may take part (rows of hidden and partial); 0:
-        max_tokens. Longer publishes must be for the device alone. ``route_rows``: partial has room for a row per route,
-        which deterministic publishes need."""
+        """``max_shared_tokens``: tokens of a publish in which CpuExecutor may take part (rows of hidden and partial);
+        0: max_tokens. Longer publishes must be for the device alone. ``route_rows``: partial has room for a row per
+        route, which deterministic publishes need."""
 
     @staticmethod
     def attach(segment: SharedSegment) -> Mailbox:
@@ -263,14 +268,14 @@ class Mailbox:
     def layout(self) -> dict[str, int]:
         """All that a client needs to address the segment by itself; csrc/core/mailbox.h has the protocol.
 
-        ``X_offset``: from the start of the segment, of the words' values (req, plan, part, abort: u32) and of the regions
-        (request, hidden, ids, weights, admit, plan_header, entries, routes, slot_of, partial). ``X_field``: within a
-        struct, of request_(seq, layer: u32; step_id: u64; num_tokens, top_k, flags: u32), plan_(seq, num_hits,
+        ``X_offset``: from the start of the segment, of the words' values (req, plan, part, abort: u32) and of the
+        regions (request, hidden, ids, weights, admit, plan_header, entries, routes, slot_of, partial). ``X_field``:
+        within a struct, of request_(seq, layer: u32; step_id: u64; num_tokens, top_k, flags: u32), plan_(seq, num_hits,
         num_fetches, num_cpu, num_routes, num_admitted, num_evicted: u32) and entry_(expert, kind, source_slot,
         destination_slot, first_route, num_routes: i32). ``request_bytes, plan_header_bytes, entry_bytes``: sizes.
-        ``flag_deterministic, flag_device_only, flag_device_client``, ``kind_hit, kind_fetch, kind_cpu``, ``abort_NAME``:
-        values. ``max_tokens, top_k, hidden, num_layers, num_experts, max_shared_tokens, route_rows (0, 1),
-        max_entries``: geometry. ``version, total_bytes``.
+        ``flag_deterministic, flag_device_only, flag_device_client``, ``kind_hit, kind_fetch, kind_cpu``,
+        ``abort_NAME``: values. ``max_tokens, top_k, hidden, num_layers, num_experts, max_shared_tokens, route_rows (0,
+        1), max_entries``: geometry. ``version, total_bytes``.
         """
 
     def abort(self, reason: str = "requested") -> None:
@@ -314,7 +319,8 @@ class SlotTable:
         admit: Sequence[bool],
         num_tokens: int,
     ) -> list[tuple[int, int]]:
-        """One publish, as the server does it (for tests, replay): per distinct expert (slot or -1, admitted slot or -1)."""
+        """One publish, as the server does it (for tests, replay): per distinct expert (slot or -1, admitted slot or
+        -1)."""
 
     def resident(self) -> list[tuple[int, int, int]]:
         """(slot, layer, expert) of every resident record."""

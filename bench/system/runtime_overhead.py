@@ -1,7 +1,7 @@
 """What the actor runtime costs: the same model under `--runtime ray` and `--runtime local`, in turn, in one run.
 
-Figures: milliseconds per decode step of one stream and of several, their ratio; messages per step; the time from the end
-of step n to the start of step n+1; CPU seconds per second of all actor processes while idle.
+Figures: milliseconds per decode step of one stream and of several, their ratio; messages per step; the time from the
+end of step n to the start of step n+1; CPU seconds per second of all actor processes while idle.
 
     python bench/system/runtime_overhead.py [--model demo] [--rounds 3] [--out FILE]
 """

@@ -120,7 +120,9 @@ def _type_name(annotation: Any) -> str:
 def _default(field: dataclasses.Field[Any]) -> str:
     if field.default is not dataclasses.MISSING:
         return f"`{field.default!r}`"
-    return "" if field.default_factory is dataclasses.MISSING else f"`{field.default_factory.__name__}()`"
+    if field.default_factory is dataclasses.MISSING:
+        return ""
+    return f"`{field.default_factory()!r}`"
 
 
 if __name__ == "__main__":

@@ -83,7 +83,9 @@ def plan_boot(
                 f"host memory: the weights need {format_bytes(store)} and the budget {format_bytes(budget)}, but only "
                 f"{format_bytes(machine.available_bytes)} are available"
             )
-    cpu_cores, device_cores = plan_cores(config, machine.physical_cores, needs_cpu_executor=model.is_moe and budget is not None)
+    cpu_cores, device_cores = plan_cores(
+        config, machine.physical_cores, needs_cpu_executor=model.is_moe and budget is not None
+    )
     parties = 3 if model.is_moe else 1
     spin = config.executor.spin_us
     return ResolvedPlan(
@@ -100,10 +102,18 @@ def plan_boot(
         device_threads=config.executor.device_threads or len(device_cores),
         cpu_core_ids=cpu_cores if config.executor.pin and not config.executor.cpu_threads else (),
         device_core_ids=device_cores if config.executor.pin and not config.executor.device_threads else (),
-        spin_us=spin if spin is not None else (50 if len(machine.physical_cores) >= parties + 2 else 0),
+        spin_us=spin if spin is not None else _spin_us(config, len(machine.physical_cores), parties),
         max_batch_tokens=batch_tokens,
         in_place=model.is_moe and budget is None,
     )
+
+
+def _spin_us(config: EngineConfig, num_cores: int, parties: int) -> int:
+    """How long native waits spin before they park: not at all where parties share cores; over the gap between two
+    layers of a GPU step, which cannot wake a sleeper."""
+    if num_cores < parties + 2:
+        return 0
+    return 2000 if config.device == "cuda" else 50
 
 
 def plan_workspace_bytes(model: ModelSpec, batch_tokens: int, sampled_rows: int) -> int:

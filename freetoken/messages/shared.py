@@ -16,8 +16,9 @@ class SegmentInfo:
 
 @dataclass(frozen=True, slots=True)
 class StoreShared:
-    """WeightStreamer -> CpuExecutor, GpuExecutor, Controller (holder), and Controller -> a new WeightStreamer: the whole
-    expert store and the dense weights, loaded and complete. ``checkpoint`` is the FTW directory it was read from."""
+    """WeightStreamer -> CpuExecutor, GpuExecutor, Controller (holder), and Controller -> a new WeightStreamer: the
+    whole expert store and the dense weights, loaded and complete. ``checkpoint`` is the FTW directory it was read
+    from."""
 
     epoch: int
     checkpoint: str
@@ -35,8 +36,8 @@ class MailboxShared:
 
 @dataclass(frozen=True, slots=True)
 class ArenaReady:
-    """GpuExecutor -> ExpertCache, KVAllocator at every wiring. ``arena_id`` changes when the arena's contents were lost, and
-    then the receiver empties its tables.
+    """GpuExecutor -> ExpertCache, KVAllocator at every wiring. ``arena_id`` changes when the arena's contents were
+    lost, and then the receiver empties its tables.
 
     ``fetchable``: per store segment, the number of leading bytes that the device can read (a GPU: what CUDA could
     register); None means all of every segment.

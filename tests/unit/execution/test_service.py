@@ -331,7 +331,7 @@ async def test_what_cannot_work_is_refused_early(directory: Path) -> None:
         return GpuExecutorService(changed, hub.endpoint(ActorName.GPU_EXECUTOR))
 
     cuda = service(lambda config: config.model_copy(update={"device": "cuda"}))
-    with pytest.raises(ConfigError, match="device=cuda needs a PyTorch built for CUDA|no usable GPU"):
+    with pytest.raises(ConfigError, match=r"device=cuda needs a PyTorch built for CUDA|no usable GPU"):
         await cuda.load()
     with pytest.raises(FreeTokenError, match="before it was loaded"):
         await cuda.wire(Wiring(1, {}))
