@@ -15,7 +15,7 @@ from freetoken.engine.runtime import Overview
 from freetoken.engine.supervisor import Supervisor
 from freetoken.errors import FreeTokenError
 from freetoken.launch_spec import LaunchSpec
-from freetoken.messages import ActorName, ActorStatus, HealthView, StepReport, StoreShared
+from freetoken.messages import ActorName, ActorsSuspected, ActorStatus, HealthView, StepReport, StoreShared
 from freetoken.service import Service
 from freetoken.transport.base import BaseEndpoint
 
@@ -43,6 +43,7 @@ class ControllerService(Service):
         )
         endpoint.on(StoreShared, self._on_store)
         endpoint.on(StepReport, self._on_report)
+        endpoint.on(ActorsSuspected, self._on_suspected)
 
     @property
     def holds_store(self) -> bool:
@@ -111,6 +112,9 @@ class ControllerService(Service):
     def _on_report(self, report: StepReport, fds: tuple[int, ...]) -> None:
         self.reports[report.sender] = report
         self._reports_total += 1
+
+    async def _on_suspected(self, message: ActorsSuspected, fds: tuple[int, ...]) -> None:
+        await self.supervisor.suspect(message.epoch, message.suspects, message.detail)
 
     def _spec_for(self, name: ActorName) -> LaunchSpec:
         """A new ApiFront listens where clients know the old one, also when the system chose the port."""

@@ -139,6 +139,14 @@ class Supervisor:
             for member in sorted(members, key=lambda member: ACTOR_NAMES.index(member.name))
         ]
 
+    async def suspect(self, epoch: int, names: Sequence[str], detail: str) -> None:
+        """Actors that failed their peers in ``epoch``, whatever they answer here: replace them. Ignored unless that
+        epoch is being served; a recovery under way has its own limits."""
+        for member in self._others.values():
+            handle = member.handle
+            if epoch == self._epoch and self._phase is Phase.READY and member.name in names and handle is not None:
+                await self._put_down(member, handle, detail)
+
     async def stop(self) -> None:
         """Close all actors in order, each within its limit, and end their processes. Idempotent."""
         async with self._stop_lock:

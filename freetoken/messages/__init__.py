@@ -27,6 +27,7 @@ from freetoken.messages.requests import (
 )
 from freetoken.messages.shared import ArenaReady, MailboxShared, SegmentInfo, StoreShared
 from freetoken.messages.steps import (
+    ActorsSuspected,
     ExpertCounters,
     RequestInit,
     RowResult,
@@ -44,6 +45,7 @@ __all__ = [
     "ActorName",
     "ActorState",
     "ActorStatus",
+    "ActorsSuspected",
     "ArenaReady",
     "BlockCommit",
     "BlockGrant",

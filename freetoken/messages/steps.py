@@ -121,10 +121,19 @@ class StepFailed:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """ExpertCache, CpuExecutor, GpuExecutor -> Controller, at most every 250 ms while steps run: cumulative figures.
-    Scheduler -> Controller when a step was given up (``stalled_steps_total``)."""
+    """ExpertCache, CpuExecutor, GpuExecutor -> Controller, at most every 250 ms while steps run: cumulative figures."""
 
     sender: str
     epoch: int
     step_id: int
     metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class ActorsSuspected:
+    """Scheduler -> Controller: these actors left a step or a reservation unanswered, ``detail`` says which. They may
+    answer pings all the same. The Controller replaces them, which begins a new epoch."""
+
+    epoch: int
+    suspects: tuple[str, ...]
+    detail: str

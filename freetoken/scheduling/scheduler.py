@@ -13,6 +13,7 @@ import logging
 from typing import NamedTuple
 
 from freetoken.messages import (
+    ActorName,
     BlockNeed,
     BlocksReserved,
     RequestFailure,
@@ -378,9 +379,9 @@ class Scheduler:
         )
         self._fail_step(step, f"step {message.step_id} failed: {message.message}", now)
 
-    def check_stalled(self, now: float) -> bool:
+    def check_stalled(self, now: float) -> ActorName | None:
         """Fail the requests of the oldest step once it is unanswered for ``step_timeout_s``, and all requests once a
-        reservation is; whether either happened.
+        reservation is; who owes the answer, if either happened.
 
         A stalled step goes on counting as outstanding: it occupies the device, and its blocks must not be reused. Late
         answers are welcome.
@@ -394,13 +395,13 @@ class Scheduler:
             for request in list(self.book.live.values()):
                 self.book.fail(request, failure, now)
             self._wanted = True
-            return True
+            return ActorName.KV_ALLOCATOR
         step = self._outstanding.give_up(now)
         if step is None:
-            return False
+            return None
         self.stalled_steps_total += 1
         self._fail_rows(step, f"step {step.step_id} was not answered within {limit}", now)
-        return True
+        return ActorName.GPU_EXECUTOR
 
     def deadline_s(self) -> float | None:
         """When ``check_stalled`` is due, if an answer is."""

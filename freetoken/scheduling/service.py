@@ -12,12 +12,12 @@ from freetoken.launch_spec import LaunchSpec
 from freetoken.messages import (
     AbortRequest,
     ActorName,
+    ActorsSuspected,
     ActorState,
     BlocksReserved,
     RequestFailure,
     ReserveBlocks,
     StepFailed,
-    StepReport,
     StepResult,
     SubmitRequest,
     TokenBatch,
@@ -107,6 +107,8 @@ class SchedulerService(Service):
 
     def _on_step_failed(self, message: StepFailed, fds: tuple[int, ...]) -> None:
         self.scheduler.step_failed(message, time.monotonic())
+        if message.suspects:
+            self._suspect(message.suspects, f"step {message.step_id} failed: {message.message}")
         self._run()
 
     def _on_peer_lost(self, peer: ActorName) -> None:
@@ -179,10 +181,14 @@ class SchedulerService(Service):
 
     def _check_stalled(self) -> None:
         self._watchdog = None
-        if self.scheduler.check_stalled(time.monotonic()):
-            report = StepReport(str(self.name), self.epoch, self.scheduler.last_step_id, self.metrics())
-            self._send(ActorName.CONTROLLER, report)
+        suspect = self.scheduler.check_stalled(time.monotonic())
+        if suspect is not None:
+            limit_s = self.scheduler.limits.step_timeout_s
+            self._suspect((suspect,), f"no answer within {limit_s:g} s (scheduler.step_timeout_s)")
         self._run()
+
+    def _suspect(self, suspects: tuple[str, ...], detail: str) -> None:
+        self._send(ActorName.CONTROLLER, ActorsSuspected(self.epoch, suspects, detail))
 
 
 def _restarting(reason: str) -> RequestFailure:

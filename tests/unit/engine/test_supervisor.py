@@ -6,7 +6,7 @@ import pytest
 
 from freetoken.engine.phases import Phase
 from freetoken.errors import CheckpointError, FreeTokenError, PeerLostError
-from freetoken.messages import ACTOR_NAMES, ActorName, ActorState, HealthState
+from freetoken.messages import ACTOR_NAMES, ActorName, ActorsSuspected, ActorState, HealthState
 from freetoken.testing.fake_group import FakeGroup
 from freetoken.testing.waiting import until
 
@@ -341,3 +341,18 @@ async def test_stop_does_not_wait_for_one_that_hangs(group: FakeGroup) -> None:
 
 async def test_stop_before_start(group: FakeGroup) -> None:
     await group.controller.stop()
+
+
+async def test_suspects_of_this_epoch_are_replaced(group: FakeGroup) -> None:
+    group.start()
+    await group.until_answering(epoch=1)
+    scheduler = group.service(ActorName.SCHEDULER)
+    message = ActorsSuspected(1, ("ExpertCache",), "step 7 failed: ExpertCache was late")
+    scheduler.endpoint.send(ActorName.CONTROLLER, message)
+    scheduler.endpoint.send(ActorName.CONTROLLER, message)  # of the second step in flight
+    await group.until_answering(epoch=2)
+    await group.controller.supervisor.suspect(1, ("GpuExecutor",), "late")  # of an epoch that is over
+    await group.controller.supervisor.suspect(2, ("Controller", "nobody"), "late")
+    statuses = {status.name: status.restarts for status in await group.controller.actors()}
+    assert statuses == {name: int(name is ActorName.EXPERT_CACHE) for name in ACTOR_NAMES}
+    assert group.controller.supervisor.epoch == 2

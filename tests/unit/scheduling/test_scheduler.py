@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from freetoken.messages import (
+    ActorName,
     FinishReason,
     RequestFailure,
     RowResult,
@@ -450,9 +451,9 @@ def test_stalled_step_fails_its_requests_but_keeps_their_blocks_until_it_is_answ
     rig.submit("a", prompt(5), greedy(20))
     rig.settle_replies()
     rig.now = 9.9
-    assert not rig.scheduler.check_stalled(rig.now) and rig.scheduler.deadline_s() == 10.0
+    assert rig.scheduler.check_stalled(rig.now) is None and rig.scheduler.deadline_s() == 10.0
     rig.now = 10.0
-    assert rig.scheduler.check_stalled(rig.now)
+    assert rig.scheduler.check_stalled(rig.now) is ActorName.GPU_EXECUTOR
     rig.pump()
     failure = rig.endings["a"].failure
     assert failure.retryable and "scheduler.step_timeout_s" in failure.message
@@ -472,7 +473,8 @@ def test_silent_allocator_is_noticed_and_may_still_answer():
     rig.submit("a", prompt(5), greedy(20))
     assert rig.scheduler.deadline_s() == 10.0
     rig.now = 10.0
-    assert rig.scheduler.check_stalled(rig.now) and not rig.scheduler.check_stalled(rig.now)
+    assert rig.scheduler.check_stalled(rig.now) is ActorName.KV_ALLOCATOR
+    assert rig.scheduler.check_stalled(rig.now) is None
     rig.pump()
     failure = rig.endings["a"].failure
     assert failure.retryable and "KV allocator" in failure.message

@@ -11,10 +11,11 @@ from freetoken.kv.service import KVAllocatorService
 from freetoken.messages import (
     AbortRequest,
     ActorName,
+    ActorsSuspected,
     FinishReason,
     SamplingParams,
+    StepFailed,
     StepNotice,
-    StepReport,
     SubmitRequest,
     Wiring,
 )
@@ -47,7 +48,7 @@ class Group:
         self.played = {name: self.hub.endpoint(name) for name in PLAYED}
         for name, endpoint in self.played.items():
             endpoint.on(StepNotice, lambda message, fds, name=name: self.notices[name].append(message))
-            endpoint.on(StepReport, lambda message, fds: self.reports.append(message))
+            endpoint.on(ActorsSuspected, lambda message, fds: self.reports.append(message))
         self.epoch = 0
 
     async def wire(self):
@@ -262,6 +263,21 @@ async def test_requests_of_a_lost_front_are_aborted():
         assert members.scheduler.metrics()["requests_aborted_total"] == 3
 
 
+async def test_suspects_of_a_failed_step_are_reported():
+    async with group() as members:
+        members.gpu.held = True
+        members.submit("a", prompt(6), greedy(20))
+        await until(lambda: members.scheduler.scheduler.num_outstanding_steps)
+        step_id = members.scheduler.scheduler.last_step_id
+        failed = StepFailed(step_id, members.epoch, "ExpertCache was late", ("ExpertCache",))
+        members.gpu.endpoint.send(ActorName.SCHEDULER, failed)
+        await members.ended("a")
+        await until(lambda: members.reports)
+        assert members.reports == [
+            ActorsSuspected(members.epoch, ("ExpertCache",), f"step {step_id} failed: ExpertCache was late")
+        ]
+
+
 async def test_stalled_step_is_reported_and_its_requests_fail():
     async with group(step_timeout_s=0.01) as members:
         members.gpu.held = True
@@ -269,8 +285,9 @@ async def test_stalled_step_is_reported_and_its_requests_fail():
         await members.ended("a")
         assert "scheduler.step_timeout_s" in members.front.endings["a"].failure.message
         await until(lambda: members.reports)
-        report = members.reports[0]
-        assert report.sender == "Scheduler" and report.metrics["stalled_steps_total"] >= 1
+        assert members.reports[0].suspects == ("GpuExecutor",)
+        assert "scheduler.step_timeout_s" in members.reports[0].detail
+        assert members.scheduler.metrics()["stalled_steps_total"] >= 1
         members.gpu.release()
         await members.idle()
         members.submit("b", prompt(6), greedy(4))
