@@ -41,7 +41,7 @@ class SupervisionPolicy:
             ping_interval_s=health.ping_interval_s,
             ping_timeout_s=health.ping_timeout_s,
             loading_silence_s=max(60.0, health.ping_timeout_s),
-            pause_timeout_s=health.ping_timeout_s,
+            pause_timeout_s=max(10.0, health.ping_timeout_s),
             load_timeout_s=health.load_timeout_s,
             max_restarts=health.max_restarts,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ class CpuOps:
     but for the weights. Larger ones use PyTorch where that is faster: float32 in float32; bfloat16 weights with
     activations rounded to bfloat16 and float32 accumulation, on machines with instructions for that. Q4_0 weights
     always use the native kernel, which is batch-invariant and rounds activations to 8 bits in blocks of 32.
+
+    ``attention`` raises ``RuntimeError("aborted")`` once ``abort`` is set: a long step ends within a layer's time.
     """
 
     def __init__(
@@ -48,8 +51,10 @@ class CpuOps:
         arena: Arena,
         experts: ExpertRunner,
         deterministic: bool = False,
+        abort: threading.Event | None = None,
     ) -> None:
         self.expert_runner = experts
+        self._abort = abort or threading.Event()
         self._pool = pool
         self._kv = arena.kv
         self._segment = arena.kv_segment
@@ -149,6 +154,8 @@ class CpuOps:
         )
 
     def attention(self, layer: int, queries: F32, batch: DecoderBatch, scale: float, sliding_window: int) -> F32:
+        if self._abort.is_set():
+            raise RuntimeError("aborted")
         kv = self._kv
         out = np.empty((len(queries), queries.shape[1] * queries.shape[2]), dtype=np.float32)
         _native.paged_attention(

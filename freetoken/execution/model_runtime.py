@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 
 from freetoken import _native
@@ -76,13 +78,14 @@ class ModelRuntime:
             max_batch_tokens=plan.max_batch_tokens,
             seed_tail_tokens=launch.config.experts.seed_tail_tokens,
         )
-        return StepExecutor(self._decoder, self._ops(experts), experts, limits)
+        abort = threading.Event()
+        return StepExecutor(self._decoder, self._ops(experts, abort), experts, limits, abort)
 
     def warm_up(self) -> None:
         """Run a few shapes without experts and without writing KV, so that the first request does not pay for it."""
         plan = self._launch.plan
         largest = min(plan.max_batch_tokens, plan.max_context_tokens, plan.num_kv_blocks * plan.kv_block_size)
-        ops = self._ops(NoExperts())
+        ops = self._ops(NoExperts(), threading.Event())
         for count in _WARM_UP_TOKENS:
             count = min(count, largest)
             num_blocks = -(-count // plan.kv_block_size)
@@ -97,5 +100,5 @@ class ModelRuntime:
             )
             self._decoder.forward(batch, ops)
 
-    def _ops(self, experts: ExpertRunner) -> CpuOps:
-        return CpuOps(self._pool, self._arena, experts, self._launch.config.deterministic)
+    def _ops(self, experts: ExpertRunner, abort: threading.Event) -> CpuOps:
+        return CpuOps(self._pool, self._arena, experts, self._launch.config.deterministic, abort)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from freetoken._native import Mailbox, SharedSegment, WorkerPool
 from freetoken.checkpoint.ftw import FtwIndex
@@ -199,8 +199,10 @@ class GpuExecutorService(Service):
     async def _end_epoch(self) -> None:
         self._arrivals.clear()
         self._reporter.stop()
+        executor, self._executor = self._executor, None
         mailbox, self._mailbox = self._mailbox, None
-        self._executor = None
+        if executor is not None and not self._on_cuda:
+            cast("StepExecutor", executor).abort()
         if mailbox is not None:
             mailbox.abort()
         if self._thread is not None:
@@ -210,6 +212,8 @@ class GpuExecutorService(Service):
         """Ends the step thread after the step it is running."""
         self._arrivals.clear()
         self._reporter.stop()
+        if self._executor is not None and not self._on_cuda:
+            cast("StepExecutor", self._executor).abort()
         if self._mailbox is not None:
             self._mailbox.abort()
         thread, self._thread = self._thread, None

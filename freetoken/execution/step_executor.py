@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from dataclasses import dataclass
 from itertools import chain
@@ -32,8 +33,17 @@ class StepLimits:
 class StepExecutor:
     """Runs plans in order; owns the state of their requests. Used by one thread at a time."""
 
-    def __init__(self, decoder: Decoder, ops: DecoderOps, experts: ExpertRunner, limits: StepLimits) -> None:
-        """``experts`` is the runner behind ``ops.experts``: its counters become the result's."""
+    def __init__(
+        self,
+        decoder: Decoder,
+        ops: DecoderOps,
+        experts: ExpertRunner,
+        limits: StepLimits,
+        abort: threading.Event | None = None,
+    ) -> None:
+        """``experts`` is the runner behind ``ops.experts``: its counters become the result's. ``abort`` is what ``ops``
+        watches."""
+        self._abort = abort or threading.Event()
         self._decoder = decoder
         self._ops = ops
         self._experts = experts
@@ -41,6 +51,10 @@ class StepExecutor:
         self.requests = BatchState(
             decoder.spec.vocab_size, limits.block_size, limits.num_blocks, limits.max_context_tokens
         )
+
+    def abort(self) -> None:
+        """End the running step soon, and every later one: the epoch is over. Any thread."""
+        self._abort.set()
 
     def execute(self, plan: StepPlan) -> StepResult | StepFailed:
         """Run ``plan``; what goes wrong becomes a StepFailed, and its requests answer with a failure from then on."""
