@@ -10,7 +10,8 @@ import dataclasses
 import inspect
 import sys
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -109,6 +110,13 @@ def _table(prefix: str, model: type[BaseModel]) -> str:
 
 
 def _type_name(annotation: Any) -> str:
+    """As it reads in the source; the validators of ``Annotated`` say nothing to a reader, and carry addresses."""
+    if get_origin(annotation) is Annotated:
+        return _type_name(annotation.__origin__)
+    if get_origin(annotation) in (Union, UnionType):
+        return " | ".join(_type_name(part) for part in get_args(annotation))
+    if annotation is type(None):
+        return "None"
     if isinstance(annotation, type) and not getattr(annotation, "__args__", None):
         return annotation.__name__
     text = str(annotation)

@@ -28,7 +28,8 @@ class ServerConfig(_Section):
         None, ge=1, description="max_tokens of requests that name none; unset means up to the context length."
     )
     clamp_max_tokens: bool = Field(
-        False, description="Lower a max_tokens that does not fit the context instead of refusing the request."
+        True,
+        description="Lower a max_tokens beyond the context's end, as agents send; false refuses the request.",
     )
 
 

@@ -25,7 +25,7 @@ ERRORS = (
     (
         400,
         "context_length_exceeded",
-        "The prompt (or prompt plus `max_tokens`) exceeds the context; nothing is truncated.",
+        "The prompt leaves no room in the context (without `server.clamp_max_tokens`: nor does `max_tokens`).",
     ),
     (400, "template_refused", "The model's chat template does not take these messages; the message is the template's."),
     (400, "no_chat_template", "The model has no chat template; use /v1/completions."),

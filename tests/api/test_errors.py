@@ -194,11 +194,6 @@ async def test_context_length(site: Site) -> None:
     assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
     assert "maximum context length is 512 tokens" in error["message"]
     assert "512 tokens and at least 1 more" in error["message"]
-    status, body = await site.complete([5] * 500, max_tokens=13)
-    error = error_of(body)
-    assert (status, error["code"]) == (400, "context_length_exceeded")
-    for word in ("512", "513", "500", "13", "at most 12"):
-        assert word in error["message"]
     status, body = await site.chat("hello " * 600)
     assert (status, error_of(body)["param"]) == (400, "messages")
     status, body = await site.complete([5] * 511)
@@ -207,12 +202,21 @@ async def test_context_length(site: Site) -> None:
     assert status == 200
 
 
-async def test_max_tokens_can_be_clamped(checkpoint: Path) -> None:
-    async with open_site(checkpoint, server={"clamp_max_tokens": True}) as site:
-        status, _ = await site.complete([5] * 500, max_tokens=256_000)
-        assert (status, site.scheduler.submitted[0].sampling.max_tokens) == (200, 12)
-        status, body = await site.complete([5] * 512)
-        assert (status, error_of(body)["code"]) == (400, "context_length_exceeded")
+async def test_max_tokens_is_clamped_to_the_context(site: Site) -> None:
+    status, body = await site.complete([5] * 500, max_tokens=256_000)
+    assert (status, site.scheduler.submitted[0].sampling.max_tokens) == (200, 12)
+    assert body["usage"]["prompt_tokens"] == 500  # the prompt is never cut
+    status, body = await site.complete([5] * 512, max_tokens=256_000)
+    assert (status, error_of(body)["code"]) == (400, "context_length_exceeded")
+
+
+async def test_max_tokens_beyond_the_context_can_be_refused(checkpoint: Path) -> None:
+    async with open_site(checkpoint, server={"clamp_max_tokens": False}) as site:
+        status, body = await site.complete([5] * 500, max_tokens=13)
+        error = error_of(body)
+        assert (status, error["code"]) == (400, "context_length_exceeded")
+        for word in ("512", "513", "500", "13", "at most 12"):
+            assert word in error["message"]
 
 
 async def test_template_refusal(tmp_path: Path) -> None:
