@@ -9,7 +9,7 @@ import torch
 
 from freetoken.kernels.triton import reference
 from freetoken.kernels.triton.mailbox import MailboxAddresses, await_part, await_plan, clear_status, publish
-from freetoken.kernels.triton.plan import CPU, ENTRIES, FETCHES, HITS, ROUTES, SEQ, STATUS, DevicePlan
+from freetoken.kernels.triton.plan import CHANGES, CPU, ENTRIES, FETCHES, HITS, ROUTES, STATUS, DevicePlan
 from tests.kernels.triton_device import DEVICE
 
 REGIONS = (
@@ -92,7 +92,7 @@ def test_publish_of_given_experts_without_hidden_rows():
 def test_a_plan_becomes_addresses(max_routes):
     box = Box()
     box.view("plan", np.uint32)[0] = 9
-    box.view("plan_header", np.uint32)[:7] = [9, 1, 2, 1, 7, 1, 0]
+    box.view("plan_header", np.uint32)[:7] = [9, 1, 2, 1, 7, 1, 2]
     rows = [  # expert, kind, source slot, destination slot, first route, routes, reserved
         [5, 0, 3, -1, 0, 2, 0, 0],
         [2, 1, -1, 6, 2, 3, 0, 0],
@@ -108,7 +108,15 @@ def test_a_plan_becomes_addresses(max_routes):
     await_plan(box.addresses, device([9], torch.int32), store, 1 << 30, 8192, plan, 10**9)
     synchronize()
     counts = plan.counts.tolist()
-    assert [counts[i] for i in (ENTRIES, HITS, FETCHES, CPU, ROUTES, SEQ, STATUS)] == [3, 1, 2, 1, 6, 9, 0]
+    assert [counts[i] for i in (ENTRIES, HITS, FETCHES, CPU, ROUTES, CHANGES, STATUS)] == [
+        3,
+        1,
+        2,
+        1,
+        6,
+        1 | 2 << 16,
+        0,
+    ]
     assert plan.entries[:4].tolist() == rows
     base, stored = 1 << 30, 1 << 40
     assert plan.addresses[:3].tolist() == [[base + 3 * 8192, 0], [stored + 2 * 4096, base + 6 * 8192], [stored, 0]]

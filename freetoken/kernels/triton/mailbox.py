@@ -252,6 +252,8 @@ def _await_plan_kernel(
     num_fetches = tl.load(head + 2, mask=good, other=0)
     num_cpu = tl.load(head + 3, mask=good, other=0)
     num_routes = tl.minimum(tl.load(head + 4, mask=good, other=0), MAX_ROUTES)
+    num_admitted = tl.load(head + 5, mask=good, other=0)
+    num_evicted = tl.load(head + 6, mask=good, other=0)
     entry = tl.arange(0, ENTRIES_POW2)
     column = tl.arange(0, 8)
     cell = entry[:, None] * 8 + column[None, :]
@@ -280,7 +282,7 @@ def _await_plan_kernel(
     tl.store(counts_ptr + 2, num_fetches)
     tl.store(counts_ptr + 3, num_cpu)
     tl.store(counts_ptr + 4, gpu_routes)
-    tl.store(counts_ptr + 5, seq)
+    tl.store(counts_ptr + 5, num_admitted | (num_evicted << 16))
     tl.store(counts_ptr + 6, status, mask=status != 0)
     tl.store(counts_ptr + 7, num_gpu)  # one row block per entry
     tl.debug_barrier()

@@ -21,7 +21,7 @@ from torch import Tensor
 from freetoken.kernels.triton.common import next_power_of_2
 
 # Columns of ``DevicePlan.counts``.
-ENTRIES, HITS, FETCHES, CPU, ROUTES, SEQ, STATUS, BLOCKS = range(8)
+ENTRIES, HITS, FETCHES, CPU, ROUTES, CHANGES, STATUS, BLOCKS = range(8)
 # Columns of a row of ``DevicePlan.entries``: the first six are a PlanEntry of csrc/core/mailbox.h, word for word.
 EXPERT, KIND, SOURCE_SLOT, DESTINATION_SLOT, FIRST_ROUTE, NUM_ROUTES, FIRST_TILE, NUM_TILES = range(8)
 ENTRY_COLUMNS = 8
@@ -48,7 +48,7 @@ class DevicePlan:
     """A plan for up to D entries and T * K routes, on one device.
 
     ``counts`` int32 [8]: entries that the GPU runs, then hits, fetches and CPU entries among all, routes of GPU
-    entries, the sequence number, a status (0 good) and the row blocks of ``group_routes``. ``entries`` int32 [D, 8] and
+    entries, admissions (low 16 bits) and evictions (high), a status (0 good) and row blocks. ``entries`` int32 [D, 8] and
     ``addresses`` int64 [D, 2] (source, destination) hold one row an entry, those of the GPU first. ``routes`` int32 [T
     * K] has the routes grouped by entry. ``on_gpu`` int32 [T * K] is 1 for each route of a GPU entry, by route.
     """
