@@ -71,7 +71,7 @@ class ExpertsConfig(_Section):
     def _check_split(cls, value: str) -> str:
         if value in ("fetch", "cpu"):
             return value
-        match = re.fullmatch(r"q=([0-9.]+)", value)
+        match = re.fullmatch(r"q=([0-9]+(?:\.[0-9]*)?|\.[0-9]+)", value)
         if match is None or not 0.0 <= float(match.group(1)) <= 1.0:
             raise ValueError(f"split {value!r} is not 'fetch', 'cpu' or 'q=FRACTION' with a fraction from 0 to 1")
         return value

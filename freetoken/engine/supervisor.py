@@ -410,13 +410,15 @@ class Supervisor:
             self._record_death(member, self._put_down_reasons.get(id(handle), reason))
 
     def _record_death(self, member: Member, reason: str) -> None:
+        if self._phase in (Phase.STOPPING, Phase.STOPPED):
+            log.info("event=actor_ended actor=%s epoch=%d why=%r", member.name, self._epoch, reason)
+            member.handle = member.status = None
+            return
         log.warning("event=actor_died actor=%s epoch=%d why=%r", member.name, self._epoch, reason)
         preparing = member.preparing
         member.record_death(reason, self._clock())
         if preparing is not None and preparing is not asyncio.current_task():
             preparing.cancel()
-        if self._phase in (Phase.STOPPING, Phase.STOPPED):
-            return
         self._detail = f"{member.name} died: {reason}"
         self._changed.set()
         hopeful = self._phase in (Phase.STARTING, Phase.READY, Phase.RECOVERING) and self._may_restart(member)

@@ -8,13 +8,14 @@ import signal
 import threading
 import time
 import urllib.error
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from freetoken.cli.process import EngineProcess
 from freetoken.messages import ACTOR_NAMES, ActorName
-from tests.e2e.conftest import complete, get
+from tests.e2e.conftest import TINY_SETTINGS, TINY_SLOTS, complete, get
 
 pytestmark = pytest.mark.e2e
 
@@ -78,3 +79,20 @@ def test_two_deaths_at_once(engine: EngineProcess) -> None:
         os.kill(pid, signal.SIGKILL)
     wait_until_serving(engine.url, pids)
     complete(engine.url, [1, 2, 3], 4)
+
+
+def test_an_actor_stuck_in_the_data_plane_is_replaced(tiny_checkpoint: Path, cache_dir: Path) -> None:
+    """Long before it would be missed by pings, and the requests that it fails end with an error."""
+    settings = ("--set", "executor.wait_timeout_s=1", "--set", "health.ping_timeout_s=600")
+    arguments = (*TINY_SETTINGS, *TINY_SLOTS, *settings, "--set", f"loader.cache_dir={cache_dir}")
+    with EngineProcess(str(tiny_checkpoint), *arguments) as engine:
+        actors = wait_until_serving(engine.url, set())
+        before = complete(engine.url, [9, 8, 7, 6], 12)["choices"][0]["text"]
+        pid = next(a["pid"] for a in actors if a["name"] == str(ActorName.EXPERT_CACHE))
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            complete(engine.url, [9, 8, 7, 6], 12)
+        assert b"ExpertCache" in refused.value.read()
+        refused.value.close()
+        wait_until_serving(engine.url, {pid})
+        assert complete(engine.url, [9, 8, 7, 6], 12)["choices"][0]["text"] == before
