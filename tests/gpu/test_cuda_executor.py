@@ -125,6 +125,35 @@ def test_a_dense_model_with_a_host_sampled_and_a_device_sampled_request(director
         assert executor.requests["b"].tokens[4:] == [result.rows[1].token_id, again.rows[1].token_id]
 
 
+def test_a_step_that_cannot_be_launched_leaves_nothing_behind_and_a_lost_device_is_named(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CudaRig(launch_of("qwen3", directory, num_slots=0)) as rig:
+        executor, table = rig.executor, rig.runtime.model.table
+        known = table.slot
+
+        def slot(request_id: str) -> int:
+            if request_id == "b":
+                raise IndexError
+            return known(request_id)
+
+        monkeypatch.setattr(table, "slot", slot)
+        full = executor.execute(StepPlan(1, 1, (first_row(PROMPT), first_row(PROMPT, name="b"))))
+        assert isinstance(full, StepFailed) and "exceeds the limit" in full.message and full.suspects == ()
+        monkeypatch.undo()
+        # The slot's next owner has blocks of its own.
+        row = dataclasses.replace(first_row(PROMPT, name="b"), request_id="c")
+        ok(executor.execute(StepPlan(2, 1, (row,), ("a", "b"))))
+        assert table.block_tables[table.slot("c"), :4].tolist() == [4, 5, 6, 7]
+
+        def lost(*args: object) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        monkeypatch.setattr(rig.runtime.model.report, "download", lost)
+        failed = executor.execute(StepPlan(3, 1, (StepRow("c", 6, 1, True, True),)))
+        assert isinstance(failed, StepFailed) and failed.suspects == ("GpuExecutor",)
+
+
 def test_wrong_plans_and_an_aborted_mailbox_fail_the_step_only(directory: Path) -> None:
     with CudaRig(launch_of("qwen3_moe", directory, num_slots=6)) as rig:
         wrong = rig.executor.execute(StepPlan(1, 1, (StepRow("nobody", 0, 1, True),)))

@@ -106,6 +106,20 @@ def test_request_slots_and_block_tables() -> None:
     assert table.num_free == 2
 
 
+def test_notes_of_a_step_that_does_not_run_are_forgotten() -> None:
+    table = RequestTable(1, 4, torch.device("cpu"))
+    table.note_blocks(table.slot("a"), 0, (5, 6))
+    table.forget_notes()
+    table.release("a")
+    table.note_blocks(table.slot("b"), 0, (7,))
+    table.flush()
+    assert table.block_tables[1].tolist() == [7, 0, 0, 0]
+    table.note_blocks(table.slot("b"), 1, (8,))
+    table.clear()
+    table.flush()
+    assert table.block_tables[1].tolist() == [7, 0, 0, 0]
+
+
 # ------------------------------------------------------------------------------------------------ host memory
 
 

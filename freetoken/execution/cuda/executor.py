@@ -58,6 +58,7 @@ class Pending:
     report: Report | None = None
     host_logits: Tensor | None = None
     event: torch.cuda.Event | None = None
+    launching: bool = False
     failed: StepFailed | None = None
 
 
@@ -97,6 +98,7 @@ class CudaStepExecutor:
             except Exception as error:
                 pending.failed = self._fail(plan, error)
                 pending.draws = []
+                self._abandon(pending)
             self._pending.append(pending)
         if pending.event is not None and self._watchdog is not None:
             self._watchdog.begin()
@@ -124,6 +126,7 @@ class CudaStepExecutor:
         if self._mailbox is not None and self._mailbox.aborted:
             raise self._aborted()
         slots = self._slots(plan, running)
+        pending.launching = True
         with model.on_stream():
             model.table.flush()
             batch = model.decode_batch(len(running)) if all(row.num_tokens == 1 for row, _ in running) else None
@@ -150,6 +153,16 @@ class CudaStepExecutor:
         for draw in draws:
             draw.token_index = len(draw.state.tokens)
             draw.state.tokens.append(-1)
+
+    def _abandon(self, pending: Pending) -> None:
+        """Nothing is left of a step that could not be launched whole: no note for the next one, and nothing that still
+        uses buffers which nobody would wait for."""
+        self._model.table.forget_notes()
+        if pending.launching and self._model.on_gpu:
+            try:
+                torch.cuda.synchronize(self._model.device)
+            except Exception as error:  # the device is lost; the next step says so again
+                logger.error("event=device_lost step=%d detail=%r", pending.plan.step_id, str(error))
 
     def _slots(self, plan: StepPlan, running: list[tuple[StepRow, RequestState]]) -> list[int]:
         table = self._model.table
@@ -376,11 +389,20 @@ class CudaStepExecutor:
         suspects: tuple[str, ...] = ()
         if isinstance(error, RuntimeError):  # of the data plane: it names the party at fault
             suspects = tuple(name.value for name in ActorName if name.value in str(error))
+            if not suspects and _is_lasting(error):
+                suspects = (ActorName.GPU_EXECUTOR.value,)
         return StepFailed(plan.step_id, plan.epoch, message, suspects)
 
     def execute(self, plan: StepPlan) -> StepResult | StepFailed:
         """Both halves at once."""
         return self.finish(self.enqueue(plan))
+
+
+def _is_lasting(error: RuntimeError) -> bool:
+    """Whether every later step of this epoch will fail like this one: the device's context is lost, or the mailbox was
+    aborted by nobody who would begin a new epoch."""
+    message = str(error)
+    return message.startswith("aborted: ") or any(sign in message for sign in ("CUDA error", "Triton Error [CUDA]"))
 
 
 def _fill_sampling(views: dict[str, NDArray[np.generic]], draws: list[Draw], rows: int) -> None:

@@ -152,9 +152,10 @@ class RequestTable:
             self._free.append(slot)
 
     def clear(self) -> None:
-        """Give all slots back."""
+        """Give all slots back and forget what was noted."""
         for request_id in tuple(self._slots):
             self.release(request_id)
+        self.forget_notes()
 
     def note_blocks(self, slot: int, first: int, block_ids: tuple[int, ...]) -> None:
         """Entries ``first`` and following of the slot's block table become ``block_ids`` at the next ``flush``."""
@@ -172,5 +173,10 @@ class RequestTable:
         cells = torch.from_numpy(np.concatenate(self._cells)).to(device, non_blocking=True)
         values = torch.from_numpy(np.concatenate(self._values)).to(device, non_blocking=True)
         self.block_tables.view(-1).scatter_(0, cells, values)
+        self.forget_notes()
+
+    def forget_notes(self) -> None:
+        """Drop what was noted since the last ``flush``, because the step does not run. Its slots may get other owners:
+        of two values for one cell, ``flush`` would write any."""
         self._cells.clear()
         self._values.clear()
