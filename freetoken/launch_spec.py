@@ -12,7 +12,7 @@ from freetoken.quant.record import RecordLayout
 @dataclass(frozen=True, slots=True)
 class ResolvedPlan:
     """The boot plan's outcome; all numbers final. ``in_place``: no VRAM budget on the CPU device, so the device reads
-    every record from the store and there are no slots."""
+    every record from the store and there are no slots. ``staging_bytes``: of a GPU, for prefill."""
 
     kv_block_size: int
     num_kv_blocks: int
@@ -30,6 +30,7 @@ class ResolvedPlan:
     spin_us: int
     max_batch_tokens: int
     in_place: bool = False
+    staging_bytes: int = 0
 
     @property
     def kv_capacity_tokens(self) -> int:

@@ -35,13 +35,14 @@ def build_model(shape: str, dtype: str, multiprocessors: int, max_samples: int):
     from freetoken.execution.cuda.device_model import DeviceLimits, DeviceModel
     from freetoken.execution.cuda.host_memory import MailboxWindow
     from freetoken.execution.cuda.report import ReportBuffers
+    from freetoken.execution.cuda.staging import RecordSources, Stager
     from freetoken.execution.cuda.weights import DenseWeights
     from freetoken.execution.kv_geometry import KVGeometry
     from freetoken.kernels.triton.linear import Q4_0Weight
     from freetoken.models.registry import dense_tensor_names, parse_model_config
     from freetoken.quant.q4_0_record import plan_q4_0_layout
     from freetoken.quant.record import plan_record_layout
-    from freetoken.testing.cuda_rig import HostDriver
+    from freetoken.testing.cuda_rig import HostCopier, HostDriver
 
     config = shape_config(shape, {"layers": 1})
     spec = parse_model_config(config)
@@ -61,18 +62,22 @@ def build_model(shape: str, dtype: str, multiprocessors: int, max_samples: int):
         else plan_record_layout("bf16", spec.hidden_size, spec.moe_intermediate_size)
     )
     kv = KVGeometry(64, 1, 16, spec.num_kv_heads, spec.head_dim, "bf16")
-    arena = CudaArena(kv, 2, layout.stride_bytes, 0, device)
+    arena = CudaArena(kv, 2, layout.stride_bytes, 16 * layout.stride_bytes, device)
     report = ReportBuffers(1, max_samples, device)
     geometry = (128, spec.num_experts_per_tok, spec.hidden_size, 1, spec.num_experts, 128, False)
     segment = SharedSegment.create("compile", Mailbox.required_bytes(*geometry))
     mailbox = Mailbox.create(segment, 0, *geometry)
     window = MailboxWindow(HostDriver(), Mailbox.required_bytes(*geometry))
     # Addresses as they are on the machine: above 4 GiB, so 64-bit arguments.
-    records = ExpertRecords(torch.zeros((1, spec.num_experts), dtype=torch.int64), (layout,))
+    records = ExpertRecords(torch.ones((1, spec.num_experts), dtype=torch.int64), (layout,))
     assert spec.router is not None
     plane = DataPlane(window, records, arena, spec.router, 20.0, report.counts)
-    limits = DeviceLimits(4 * max_samples + 64, max_samples, 1024, 32768, 16)
-    model = DeviceModel(dense, arena, plane, report, limits)
+    limits = DeviceLimits(4 * max_samples + 64, max_samples, 4096, 32768, 16)
+    nowhere = np.zeros((1, spec.num_experts), np.int64)
+    sources = RecordSources(nowhere, nowhere.astype(np.int32))
+    strides = (layout.stride_bytes,)
+    stager = Stager(HostCopier(), sources, strides, arena.staging_address, arena.staging.numel(), device)
+    model = DeviceModel(dense, arena, plane, report, limits, stager)
     model.num_multiprocessors = multiprocessors
     model.attach(mailbox)
     return model
@@ -86,9 +91,11 @@ def main() -> int:
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "q4_0"))
     parser.add_argument("--shape", default="qwen3-30b-a3b")
     parser.add_argument("--multiprocessors", type=int, default=132)
-    parser.add_argument("--max-samples", type=int, default=16)
+    parser.add_argument("--max-samples", type=int, default=32)
     parser.add_argument(
-        "--cases", default="decode1,decode2,decode4,decode8,decode16,piece8,piece16,piece32,piece64,piece128"
+        "--cases",
+        default="decode1,decode2,decode4,decode8,decode16,decode32,piece8,piece16,piece32,piece64,piece128,"
+        "long128,long512,long1024",
     )
     parser.add_argument("--part", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -104,6 +111,7 @@ def main() -> int:
     torch.set_num_threads(1)
     from freetoken.execution.cuda.device_model import DecodeBatch
     from freetoken.execution.cuda.inputs import StepShape
+    from freetoken.execution.cuda.staging import NothingMissing, StagedStep
 
     model = build_model(options.shape, options.dtype, options.multiprocessors, options.max_samples)
     failures = 0
@@ -126,8 +134,16 @@ def main() -> int:
                     view[...] = np.zeros((), view.dtype)
                 model.inputs.upload(shape)
                 inputs = model.inputs.device_views(shape)
-                for context in (1, 1 << 20):
-                    model.piece(size).run(inputs, 0, 0, (0, 1), context)
+                if case.startswith("long"):
+                    model.allocate_long_piece()
+                    for staged in (
+                        None,
+                        StagedStep(model.stager, NothingMissing(1, model.weights.spec.num_experts), 0),
+                    ):
+                        model.long_piece.run(inputs, 0, 0, (0, 1), 1, size, staged)
+                else:
+                    for context in (1, 1 << 20):
+                        model.piece(size).run(inputs, 0, 0, (0, 1), context)
                 model.program.logits(model.sampled_rows[:1], model.normed_rows[:1], model.logits[:1])
         except Exception:
             traceback.print_exc()

@@ -53,7 +53,7 @@ def make_rig(arguments: argparse.Namespace, residency: float, **settings: Any) -
         device="cuda",
         vram="100GiB",
         kv={"num_tokens": arguments.kv_tokens, "dtype": "f32" if arguments.dtype == "f32" else "bf16"},
-        scheduler={"max_num_running": 16, "max_num_batched_tokens": settings.pop("max_tokens", 1024)},
+        scheduler={"max_num_running": 32, "max_num_batched_tokens": settings.pop("max_tokens", 1024)},
         executor={"wait_timeout_s": 5.0},
     )
     spec = plan_launch(config, Path(arguments.checkpoint), machine)
@@ -90,6 +90,7 @@ class Driver:
         self.next_block = 0
         self.lengths: dict[str, int] = {}
         self.blocks: dict[str, int] = {}
+        self.last: Any = None
 
     def prefill(self, name: str, prompt: list[int], sampling: Any = None, room: int = 256, chunk: int = 1024) -> int:
         """Runs the whole prompt; returns the first token."""
@@ -107,7 +108,7 @@ class Driver:
             init = RequestInit(sampling, tuple(prompt), len(prompt)) if start == 0 else None
             row = self.row(name, start, length, last, False, ids if start == 0 else (), init)
             self.step += 1
-            result = self.check(self.rig.executor.execute(self.plan(self.step, 1, (row,))))
+            result = self.last = self.check(self.rig.executor.execute(self.plan(self.step, 1, (row,))))
             token = result.rows[0].token_id
         self.lengths[name] = len(prompt)
         return token  # type: ignore[return-value]
@@ -161,6 +162,7 @@ def describe(experts: Any, steps: int, seconds: float, rows: int) -> dict[str, A
         "us_per_layer": round(seconds / layers * 1e6, 2),
         "fetch_gbps": round(experts.fetched_bytes / seconds / 1e9, 1),
         "cpu_gbps": round(experts.cpu_bytes / seconds / 1e9, 1),
+        "admitted_per_layer": round(experts.admitted / layers, 3),
     }
 
 
@@ -208,7 +210,7 @@ def section_all_hit(arguments: argparse.Namespace) -> Any:
     _, experts, seconds = driver.decode(200)
     figures["batch 1"] = describe(experts, 200, seconds, 1)
     figures["roofline"] = roofline(rig, figures["batch 1"])
-    for batch in (2, 4, 8, 16):
+    for batch in (2, 4, 8, 16, 32):
         for i in range(len(driver.lengths), batch):
             driver.prefill(f"r{i}", [t + i for t in PROMPT], room=512)
         driver.decode(4)
@@ -317,25 +319,159 @@ def section_compare(arguments: argparse.Namespace) -> Any:
     return outcomes
 
 
+class Always:
+    """Costs that make every chunk long, or none that the CPU may share."""
+
+    def __init__(self, staging: bool) -> None:
+        self._staging = staging
+
+    def prefers_staging(self, tokens: int) -> bool:
+        return self._staging
+
+
+def time_prefill(rig: Any, driver: Driver, length: int, seed: int, repeats: int = 3) -> dict[str, Any]:
+    """Best seconds of fresh prompts, then one more with events around every phase: milliseconds of each over all
+    layers, and what the copy engine did."""
+    import torch
+
+    from freetoken.execution.cuda.trace import Trace
+
+    model = rig.runtime.model
+    steps, copy, outcome = Trace(), Trace(), None
+    times = []
+    for repeat in range(repeats + 1):
+        traced = repeat == repeats
+        driver.next_block = 64
+        prompt = [(i * 7919 + repeat * 104729 + length * 31 + seed) % 150000 for i in range(length)]
+        name = f"p{length}-{repeat}-{seed}"
+        stager = model.stager
+        copied = (stager.copied_bytes, stager.copied_runs) if stager is not None else (0, 0)
+        if traced:
+            torch.cuda.synchronize()
+            model.program.trace = steps
+            if stager is not None:
+                stager._copier.trace = copy
+        started = time.monotonic()
+        driver.prefill(name, prompt, room=1, chunk=4096)
+        seconds = time.monotonic() - started
+        outcome = driver.last
+        model.program.trace = None
+        if stager is not None:
+            stager._copier.trace = None
+            copied = (stager.copied_bytes - copied[0], stager.copied_runs - copied[1])
+        if not traced:
+            times.append(seconds)
+        driver.lengths.pop(name)
+        driver.step += 1
+        rig.executor.execute(driver.plan(driver.step, 1, (), (name,)))
+    torch.cuda.synchronize()
+    best = min(times)
+    experts = outcome.experts
+    layers = max(1, experts.layer_steps)
+    return {
+        "best_s": round(best, 5),
+        "worst_s": round(max(times), 5),
+        "tokens_per_s": round(length / best, 1),
+        "ms_per_layer": round(best / len(model.weights.layers) * 1e3, 3),
+        "traced_s": round(seconds, 5),
+        "phases_ms": {name: round(ms, 3) for name, ms in steps.milliseconds().items()},
+        "copy_ms": {name: round(ms, 3) for name, ms in copy.milliseconds().items()},
+        "copied_gb": round(copied[0] / 1e9, 3),
+        "copies": copied[1],
+        "last_chunk_per_layer": {
+            name: round(getattr(experts, name) / layers, 1)
+            for name in ("hits", "fetches", "cpu", "admitted", "evicted")
+        },
+    }
+
+
 def section_prefill(arguments: argparse.Namespace) -> Any:
-    """Time to the first token of prompts of several lengths, at 25 % residency."""
+    """Prompts of several lengths at 25 % residency; what lies near the border also the other way."""
     rig = make_rig(arguments, 0.25, max_tokens=4096)
+    model = rig.runtime.model
     driver = Driver(rig)
-    figures = {}
     driver.prefill("warm", list(range(100, 700)), room=1, chunk=4096)
-    for length in (16, 64, 128, 512, 2048):
-        times = []
-        for repeat in range(3):
-            driver.next_block = 64
-            prompt = [(i * 7919 + repeat * 104729 + length) % 150000 for i in range(length)]
-            name = f"p{length}-{repeat}"
-            started = time.monotonic()
-            driver.prefill(name, prompt, room=1, chunk=4096)
-            times.append(time.monotonic() - started)
-            driver.lengths.pop(name)
-            rig.executor.execute(driver.plan(90_000 + length + repeat, 1, (), (name,)))
-        figures[f"{length} tokens"] = {"best_s": round(min(times), 4), "first_s": round(times[0], 4)}
+    driver.lengths.clear()
+    stager = model.stager
+    figures: dict[str, Any] = {
+        "staging": None if stager is None else {"capacity": stager.capacity, "spares": stager.num_spares},
+        "long": {str(n): model.long_tokens(n) for n in (16, 32, 64, 128, 129, 512, 4096)},
+    }
+    print(figures, flush=True)
+    own = model.costs
+    for length in (16, 512, 4096, 64, 128, 256, 1024, 2048, 32):
+        model.costs = own
+        figures[f"{length} tokens"] = time_prefill(rig, driver, length, 0)
+        print(length, figures[f"{length} tokens"], flush=True)
+        for name, staging in (("staged", True), ("shared", False)):
+            if length in (16, 32, 64, 128):
+                model.costs = Always(staging)
+                figures[f"{length} tokens {name}"] = time_prefill(rig, driver, length, 1, repeats=2)
+                print(length, name, figures[f"{length} tokens {name}"], flush=True)
+    model.costs = own
+    for split in (0.3, 0.4, 0.6, 0.7, 1.0):
+        rig.cache_server.set_fetch_fraction(split)
+        for length in (16, 64, 128):
+            model.costs = Always(False)
+            timed = time_prefill(rig, driver, length, 2, repeats=2)
+            figures[f"{length} tokens q={split}"] = timed
+            print(length, split, timed["best_s"], timed["phases_ms"], flush=True)
     return figures
+
+
+def section_prefill_hit(arguments: argparse.Namespace) -> Any:
+    """The same with everything resident: what computing costs."""
+    rig = make_rig(arguments, 1.0, max_tokens=4096, fetch_fraction=1.0)
+    fill_all(rig)
+    driver = Driver(rig)
+    driver.step = 20_000
+    figures: dict[str, Any] = {}
+    for length in (4096, 512, 128, 16, 2048):
+        figures[f"{length} tokens"] = time_prefill(rig, driver, length, 0)
+        print(length, figures[f"{length} tokens"], flush=True)
+    return figures
+
+
+def section_prefill_compare(arguments: argparse.Namespace) -> Any:
+    """One prompt in all ways: in short pieces, long and staged, long with wrong predictions of residency, long without
+    staging. Logits and the tokens that follow must agree."""
+    import numpy as np
+
+    from freetoken.execution.cuda.staging import Stager
+
+    rig = make_rig(arguments, 0.25, max_tokens=4096)
+    model = rig.runtime.model
+    driver = Driver(rig)
+    long_piece, stager, stage = model._long, model.stager, Stager.stage
+    prompt = [(i * 7919 + 17) % 150000 for i in range(700)]
+
+    def outdated(self: Any, layer: int, slot_of: Any) -> None:
+        stage(self, layer, np.where(np.arange(len(slot_of)) % 2 == 0, 3, -1).astype(np.int32))
+
+    outcomes: dict[str, Any] = {}
+    logits: dict[str, Any] = {}
+    for number, name in enumerate(("pieces", "staged", "outdated", "unstaged", "staged again")):
+        model._long = None if name == "pieces" else long_piece
+        model.stager = None if name == "unstaged" else stager
+        Stager.stage = outdated if name == "outdated" else stage  # type: ignore[method-assign]
+        driver.next_block = 64 + number * 64
+        driver.lengths.clear()
+        started = time.monotonic()
+        first = driver.prefill(name, prompt, room=64, chunk=4096)
+        seconds = time.monotonic() - started
+        logits[name] = model.logits[0].float().cpu().clone()
+        tokens, _, _ = driver.decode(12)
+        outcomes[name] = {
+            "seconds": round(seconds, 4),
+            "tokens": [first, *tokens[name]],
+            "max_error": float((logits[name] - logits["pieces"]).abs().max()),
+            "same_tokens": [first, *tokens[name]] == outcomes.get("pieces", {}).get("tokens", [first, *tokens[name]]),
+        }
+        print(name, outcomes[name], flush=True)
+        driver.step += 1
+        rig.executor.execute(driver.plan(driver.step, 1, (), (name,)))
+    outcomes["logit_std"] = float(logits["pieces"].std())
+    return outcomes
 
 
 def section_kernels(arguments: argparse.Namespace) -> Any:
@@ -419,7 +555,9 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "quarter": section_quarter,
     "compare": section_compare,
     "kernels": section_kernels,
+    "prefill_compare": section_prefill_compare,
     "prefill": section_prefill,
+    "prefill_hit": section_prefill_hit,
     "sampling": section_sampling,
     "abort": section_abort,
 }

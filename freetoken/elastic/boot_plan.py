@@ -22,6 +22,9 @@ AGENT_CONTEXT_TOKENS = 32768
 
 _DTYPE_BYTES = {"f32": 4, "bf16": 2}
 _HOST_RESERVE_BYTES = 1 << 30
+# CUDA's context and modules, cuBLAS's workspace, memory of the graphs: measured about 0.5 GB on an H200.
+_CUDA_RESERVE_BYTES = 600 << 20
+_STAGING_SPARES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ def plan_boot(
     block_bytes = block_size * model.kv_bytes_per_token(_DTYPE_BYTES[kv_dtype])
     batch_tokens = config.scheduler.max_num_batched_tokens
     workspace = plan_workspace_bytes(model, batch_tokens, config.scheduler.max_num_running)
+    if config.device == "cuda":
+        workspace += plan_cuda_bytes(model, config.scheduler.max_num_running)
     slot_stride = max((layout.stride_bytes for layout in layouts), default=0)
     store = sizes.dense_bytes + sizes.expert_bytes
 
@@ -73,8 +78,12 @@ def plan_boot(
         )
     num_blocks = _plan_kv_blocks(config, context, block_size, block_bytes, room, what, flag)
 
-    num_slots = 0
+    num_slots = staging = 0
     if model.is_moe and budget is not None:
+        if config.device == "cuda":
+            left = room - num_blocks * block_bytes
+            staging = plan_staging_bytes(model.num_experts, slot_stride, min(budget // 8, left // 2))
+            room -= staging
         num_slots = min((room - num_blocks * block_bytes) // slot_stride, len(model.moe_layers) * model.num_experts)
     if budget is not None:
         host = store + budget + _HOST_RESERVE_BYTES if config.device == "cpu" else store + _HOST_RESERVE_BYTES
@@ -105,6 +114,7 @@ def plan_boot(
         spin_us=spin if spin is not None else _spin_us(config, len(machine.physical_cores), parties),
         max_batch_tokens=batch_tokens,
         in_place=model.is_moe and budget is None,
+        staging_bytes=staging,
     )
 
 
@@ -123,6 +133,21 @@ def plan_workspace_bytes(model: ModelSpec, batch_tokens: int, sampled_rows: int)
     routed = model.num_experts_per_tok * model.hidden_size
     per_token = 4 * (4 * model.hidden_size + qkv + 3 * inner + 2 * routed)
     return batch_tokens * per_token + 3 * 4 * sampled_rows * model.vocab_size
+
+
+def plan_cuda_bytes(model: ModelSpec, sampled_rows: int) -> int:
+    """What a GPU needs beside the activations: CUDA itself, the sampler's state, routers in float32."""
+    routers = len(model.moe_layers) * model.num_experts * model.hidden_size * 2 if model.is_moe else 0
+    return _CUDA_RESERVE_BYTES + routers + sampled_rows * 49_152
+
+
+def plan_staging_bytes(num_experts: int, stride_bytes: int, limit_bytes: int) -> int:
+    """Of a GPU's prefill: two halves, each at best a layer's records, and a few spare places; what fits the limit, in
+    whole records; nothing when that is less than a handful."""
+    if stride_bytes == 0:
+        return 0
+    places = min(2 * num_experts + _STAGING_SPARES, limit_bytes // stride_bytes)
+    return places * stride_bytes if places >= 6 else 0
 
 
 def plan_cores(

@@ -7,6 +7,7 @@ GPU does differently: memory ordering, graphs, streams, speed.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from types import TracebackType
 
@@ -22,6 +23,7 @@ from freetoken.execution.cuda.driver import CudaDriver, HostMemoryDriver
 from freetoken.execution.cuda.executor import CudaStepExecutor
 from freetoken.execution.cuda.report import ReportBuffers
 from freetoken.execution.cuda.runtime import CudaRuntime, Progress
+from freetoken.execution.cuda.staging import RecordCopier
 from freetoken.experts.device_client import DEVICE_SPIN_US, plan_mailbox
 from freetoken.kernels.triton.plan import DevicePlan
 from freetoken.launch_spec import LaunchSpec
@@ -56,6 +58,20 @@ class HostPlane(DataPlane):
         if int(plan.counts[3]) > 0:
             self._wait("part")
 
+    def await_placed_plan(
+        self,
+        ordinal: int,
+        plan: DevicePlan,
+        copies: torch.Tensor,
+        num_routes: int,
+        staged: torch.Tensor,
+        spares: tuple[int, int, int],
+    ) -> None:
+        self._wait("plan")
+        super().await_placed_plan(ordinal, plan, copies, num_routes, staged, spares)
+        if int(plan.counts[3]) > 0:
+            self._wait("part")
+
     def _wait(self, name: str) -> None:
         assert self._layout is not None
         words = np.frombuffer(memoryview(self._segment), np.int32)
@@ -69,8 +85,36 @@ class HostPlane(DataPlane):
         self._segment = mailbox.segment
 
 
+class HostCopier:
+    """``RecordCopier`` where device memory is host memory: copies are made at once. Counts them."""
+
+    def __init__(self) -> None:
+        self.copied: list[tuple[int, int, int]] = []
+
+    def copy(self, destination: int, source: int, size_bytes: int) -> None:
+        ctypes.memmove(destination, source, size_bytes)
+        self.copied.append((destination, source, size_bytes))
+
+    def begin(self, half: int) -> None:
+        pass
+
+    def end(self, half: int) -> None:
+        pass
+
+    def wait(self, half: int) -> None:
+        pass
+
+    def release(self, half: int) -> None:
+        pass
+
+
 class RigRuntime(CudaRuntime):
     """``CudaRuntime`` that also runs without a GPU."""
+
+    def _build_copier(self, driver: HostMemoryDriver) -> RecordCopier:
+        if self._arena.device.type == "cuda":
+            return super()._build_copier(driver)
+        return HostCopier()
 
     def _build_plane(self, records: ExpertRecords, report: ReportBuffers) -> DataPlane:
         if self._arena.device.type == "cuda":

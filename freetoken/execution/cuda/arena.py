@@ -14,8 +14,6 @@ from freetoken.launch_spec import LaunchSpec
 from freetoken.units import format_bytes
 
 TORCH_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
-STAGING_BYTES = 1 << 30
-"""What long prefill may stage at most; two halves, each at best one layer's records."""
 
 
 class CudaArena:
@@ -51,7 +49,7 @@ class CudaArena:
             head_dim=model.head_dim,
             dtype=plan.kv_dtype,
         )
-        return cls(geometry, plan.num_slots, plan.slot_stride_bytes, 0, device)
+        return cls(geometry, plan.num_slots, plan.slot_stride_bytes, plan.staging_bytes, device)
 
     @property
     def size_bytes(self) -> int:
@@ -80,12 +78,6 @@ class CudaArena:
             num_heads=kv.num_kv_heads,
             head_dim=kv.head_dim,
         )
-
-
-def plan_staging_bytes(num_experts: int, stride_bytes: int, limit_bytes: int = STAGING_BYTES) -> int:
-    """Two halves of whole records: at best a layer each, at most ``limit_bytes`` together, at least a record each."""
-    per_half = max(1, min(num_experts, limit_bytes // 2 // max(1, stride_bytes)))
-    return 2 * per_half * stride_bytes
 
 
 def _allocate(what: str, size_bytes: int, flag: str, device: torch.device) -> Tensor:

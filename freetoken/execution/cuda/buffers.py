@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from freetoken.execution.cuda.data_plane import DataPlane
+from freetoken.execution.cuda.placed import PlacedExperts
 from freetoken.kernels.triton.attention import AttentionShape, workspace
 from freetoken.kernels.triton.common import next_power_of_2
 from freetoken.kernels.triton.expert_gemv import GemvShape, partials_shape, scratch_shape
@@ -70,6 +72,16 @@ class TokenBuffers:
     weights: Tensor | None  # f32 [T, K]
     plan: DevicePlan | None
     experts: dict[RecordLayout, ExpertBuffers]
+    placed: PlacedExperts | None = None  # experts run as GEMMs, instead of ``plan`` and ``experts``
+
+    def rows(self, tokens: int) -> TokenBuffers:
+        """The first ``tokens`` rows, of buffers for more."""
+        cut: dict[str, Any] = {
+            name: value[:tokens]
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor) and value.shape[0] == self.tokens
+        }
+        return replace(self, tokens=tokens, **cut)
 
     @classmethod
     def allocate(
@@ -80,10 +92,11 @@ class TokenBuffers:
         plane: DataPlane | None,
         device: torch.device,
         *,
-        by_address: bool = True,
+        spares: tuple[int, int, int] | None = None,
     ) -> TokenBuffers:
-        """For ``tokens`` tokens. ``by_address``: experts are read where they lie by ``expert_gemv`` (else the caller
-        brings its own expert buffers)."""
+        """For ``tokens`` tokens. Without ``spares`` experts are read where they lie, by ``expert_gemv``; with them
+        (places for records, see ``PlacedExperts``) they run as GEMMs."""
+        by_address = spares is None
 
         def new(*shape: int, of: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=of, device=device)
@@ -115,6 +128,9 @@ class TokenBuffers:
             weights=new(tokens, top_k, of=f32) if moe else None,
             plan=plane.new_plan(tokens, top_k) if plane is not None and by_address else None,
             experts=experts,
+            placed=PlacedExperts.allocate(plane, tokens, top_k, hidden, dtype, spares)
+            if plane is not None and spares is not None
+            else None,
         )
 
 

@@ -5,11 +5,13 @@ Sequence numbers count on the device. All that kernels get are addresses in the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from freetoken._native import Mailbox
@@ -17,6 +19,7 @@ from freetoken.errors import FreeTokenError
 from freetoken.execution.cuda.arena import CudaArena
 from freetoken.execution.cuda.host_memory import MailboxWindow, segment_address
 from freetoken.kernels.triton import mailbox as mailbox_kernels
+from freetoken.kernels.triton import placed_plan
 from freetoken.kernels.triton.mailbox import MailboxAddresses
 from freetoken.kernels.triton.plan import DevicePlan
 from freetoken.messages import ExpertCounters
@@ -25,7 +28,8 @@ from freetoken.quant.record import RecordLayout
 
 # Columns of a layer's counts, see ``DevicePlan.counts``.
 COUNT_COLUMNS = 8
-_HITS, _FETCHES, _CPU, _STATUS = 1, 2, 3, 6
+_HITS, _FETCHES, _CPU, _CHANGES, _STATUS = 1, 2, 3, 5, 6
+_POLL_S = 20e-6
 
 
 def mailbox_addresses(layout: Mapping[str, int], base: int) -> MailboxAddresses:
@@ -55,6 +59,11 @@ class ExpertRecords:
 
     addresses: Tensor
     layouts: tuple[RecordLayout, ...]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the device can read every record; else there must be no publish for the device alone."""
+        return bool((self.addresses != 0).all())
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -87,7 +96,12 @@ class DataPlane:
         self._layout: dict[str, int] | None = None
         self.box: MailboxAddresses | None = None
         self.flags = 0
+        self.slot_of: NDArray[np.int32] = np.zeros((0, 0), np.int32)
+        """[L, E] of the attached mailbox: the slot of each record, or -1. ExpertCache changes it between a publish and
+        its plan."""
+        self._words: NDArray[np.uint32] = np.zeros(0, np.uint32)
         device = counts.device
+        self.nothing_staged = torch.zeros(router.num_experts, dtype=torch.int64, device=device)
         self.seq = torch.zeros(1, dtype=torch.int32, device=device)
 
     def attach(self, mailbox: Mailbox) -> None:
@@ -103,6 +117,9 @@ class DataPlane:
         self.box = mailbox_addresses(layout, self.window.device_address)
         self.flags = layout["flag_device_client"]
         words = np.frombuffer(memoryview(mailbox.segment), np.uint32)
+        start, count = layout["slot_of_offset"] // 4, layout["num_layers"] * layout["num_experts"]
+        self._words = words
+        self.slot_of = words[start : start + count].view(np.int32).reshape(layout["num_layers"], -1)
         self.seq.fill_(int(words[layout["req_offset"] // 4].view(np.int32)))
 
     @property
@@ -147,6 +164,63 @@ class DataPlane:
             self._arena.slot_stride_bytes, plan, self.limit_ns,
         )  # fmt: skip
 
+    def publish_routes(
+        self,
+        ordinal: int,
+        step_id: Tensor,
+        num_real: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        admit: Tensor,
+        hidden: Tensor | None,
+    ) -> int:
+        """Publish any number of tokens that the mailbox holds, padding beyond is left out; without ``hidden`` for the
+        device alone. Returns the number of routes published."""
+        assert self.box is not None and self._layout is not None
+        rows = min(len(ids), self._layout["max_tokens"])
+        placed_plan.publish_routes(
+            self.box, self.seq, step_id, num_real, ids[:rows], weights[:rows], admit[:rows], ordinal,
+            flags=self.flags | (self._layout["flag_device_only"] if hidden is None else 0), hidden=hidden,
+        )  # fmt: skip
+        return rows * ids.shape[1]
+
+    def await_placed_plan(
+        self,
+        ordinal: int,
+        plan: DevicePlan,
+        copies: Tensor,
+        num_routes: int,
+        staged: Tensor,
+        spares: tuple[int, int, int],
+    ) -> None:
+        """Wait for the answer to the last publish; fill ``plan`` (of this layer) and ``copies`` (see
+        ``kernels.triton.placed_plan``)."""
+        assert self.box is not None
+        placed_plan.await_placed_plan(
+            self.box, self.seq, self.records.addresses[ordinal], staged, self._arena.slots_address,
+            self._arena.slot_stride_bytes, spares, plan, copies, num_routes, self.limit_ns,
+        )  # fmt: skip
+
+    def follow(self, step_id: int, ordinal: int) -> None:
+        """Wait, on the host, until the device has the plan of this expert layer of this step. Returns early when the
+        mailbox is dead or the device is later than it may be: what follows is correct anyway."""
+        layout, words = self._layout, self._words
+        assert layout is not None
+        request, plan = layout["request_offset"] // 4, layout["plan_offset"] // 4
+        at_seq = request + layout["request_seq_field"] // 4
+        at_layer = request + layout["request_layer_field"] // 4
+        at_step = (layout["request_offset"] + layout["request_step_id_field"]) // 4
+        low, high = step_id & 0xFFFFFFFF, (step_id >> 32) & 0xFFFFFFFF
+        end = time.monotonic() + self.limit_ns / 1e9
+        while not words[layout["abort_offset"] // 4]:
+            if words[at_step] == low and words[at_step + 1] == high:
+                layer = words[at_layer]
+                if layer > ordinal or (layer == ordinal and words[plan] == words[at_seq]):
+                    return
+            if time.monotonic() > end:
+                return
+            time.sleep(_POLL_S)
+
     def await_part(self, plan: DevicePlan) -> None:
         """Wait for the CPU share of ``plan``, if it has one."""
         assert self.box is not None
@@ -163,6 +237,8 @@ def read_counts(counts: np.ndarray, strides: tuple[int, ...]) -> tuple[ExpertCou
         cpu=int(cpu.sum()),
         fetched_bytes=int((fetches * bytes_of).sum()),
         cpu_bytes=int((cpu * bytes_of).sum()),
+        admitted=int((counts[:, _CHANGES] & 0xFFFF).sum()),
+        evicted=int((counts[:, _CHANGES] >> 16).sum()),
         layer_steps=len(counts),
     )
     return counters, not counts[:, _STATUS].any()

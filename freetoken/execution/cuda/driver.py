@@ -66,6 +66,15 @@ class CudaDriver:
             raise FreeTokenError(f"host memory at {address:#x} has no device address: {self._describe(code)}")
         return int(pointer.value)
 
+    def copy_to_device(self, destination: int, source: int, size_bytes: int, stream: int) -> None:
+        """Enqueue a copy from a registered host address to a device address on ``stream`` (its handle). The context
+        must be current. Raises ``FreeTokenError`` when the driver refuses."""
+        code = self._lib.cuMemcpyHtoDAsync_v2(
+            ctypes.c_uint64(destination), ctypes.c_void_p(source), ctypes.c_size_t(size_bytes), ctypes.c_void_p(stream)
+        )
+        if code != 0:
+            raise FreeTokenError(f"copying {size_bytes} bytes to the device failed: {self._describe(code)}")
+
     def _describe(self, code: int) -> str:
         name = ctypes.c_char_p()
         if self._lib.cuGetErrorName(ctypes.c_int(code), ctypes.byref(name)) == 0 and name.value:

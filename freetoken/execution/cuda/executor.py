@@ -23,7 +23,7 @@ from freetoken.execution.batch_state import BatchState, InvalidPlanError, Reques
 from freetoken.execution.cuda.data_plane import read_counts
 from freetoken.execution.cuda.device_model import DeviceModel
 from freetoken.execution.cuda.inputs import NUM_REAL_STRIDE, StepShape
-from freetoken.execution.cuda.pieces import Piece, cut_pieces, query_blocks
+from freetoken.execution.cuda.pieces import PIECE_BUCKETS, Piece, cut_pieces, query_blocks
 from freetoken.execution.cuda.report import Report
 from freetoken.execution.cuda.sampler import samples_on_host
 from freetoken.execution.cuda.watchdog import Watchdog
@@ -84,14 +84,19 @@ class CudaStepExecutor:
     # ------------------------------------------------------------------------------------------ enqueue
 
     def must_finish_first(self, plan: StepPlan) -> bool:
-        """Whether a step under way samples a request of ``plan`` on the host."""
+        """Whether a step under way samples a request of ``plan`` on the host, or ``plan`` is long prefill: that is
+        enqueued at the device's pace, and the results of the step before must not wait so long."""
         with self._lock:
+            if self._pending and self._model.long_tokens(sum(row.num_tokens for row in plan.rows)):
+                return True
             names = {draw.state.request_id for step in self._pending for draw in step.draws if draw.on_host}
         return any(row.request_id in names for row in plan.rows)
 
     def enqueue(self, plan: StepPlan) -> Pending:
         """Launch ``plan``; what goes wrong is in the result's ``failed``."""
         pending = Pending(plan, time.monotonic_ns())
+        if self._watchdog is not None:
+            self._watchdog.begin()
         with self._lock:
             try:
                 self._enqueue(plan, pending)
@@ -100,8 +105,8 @@ class CudaStepExecutor:
                 pending.draws = []
                 self._abandon(pending)
             self._pending.append(pending)
-        if pending.event is not None and self._watchdog is not None:
-            self._watchdog.begin()
+        if pending.event is None and self._watchdog is not None:
+            self._watchdog.end()
         return pending
 
     def _enqueue(self, plan: StepPlan, pending: Pending) -> None:
@@ -215,8 +220,11 @@ class CudaStepExecutor:
         self, step_id: int, running: list[tuple[StepRow, RequestState]], slots: list[int]
     ) -> tuple[StepShape, list[Draw]]:
         model = self._model
-        pieces = cut_pieces([row.num_tokens for row, _ in running])
-        per_block = model.piece(pieces[0].bucket).tokens_per_block
+        lengths = [row.num_tokens for row, _ in running]
+        long = model.long_tokens(sum(lengths))
+        pieces = cut_pieces(lengths, (long,) if long else PIECE_BUCKETS)
+        per_block = (model.long_piece if long else model.piece(pieces[0].bucket)).tokens_per_block
+        staged = model.staged_step(step_id) if long else None
         blocks = [query_blocks(piece, per_block) for piece in pieces]
         block_ends = np.cumsum([-(-len(b) // NUM_REAL_STRIDE) * NUM_REAL_STRIDE for b in blocks])
         sampled = [i for i, (row, _) in enumerate(running) if row.sample]
@@ -250,9 +258,9 @@ class CudaStepExecutor:
         model.report.counts.zero_()
         taken = 0
         for number, piece in enumerate(pieces):
-            batch = model.piece(piece.bucket)
+            batch = model.long_piece if long else model.piece(piece.bucket)
             context = max(running[part.row][0].start + part.start + part.count for part in piece.parts)
-            batch.run(inputs, number, piece.offset, ranges[number], context)
+            batch.run(inputs, number, piece.offset, ranges[number], context, piece.bucket, staged)
             end = piece.offset + piece.bucket
             here = int(np.searchsorted(logit_tokens, end)) - taken
             if here:

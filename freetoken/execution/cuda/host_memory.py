@@ -124,6 +124,27 @@ class RegisteredStore:
             )
         return table
 
+    def record_sources(
+        self, record_segment: NDArray[np.int32], record_offset: NDArray[np.int64], strides: Sequence[int]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """(host addresses, numbers of the registered ranges), both [L, E], for copies by the copy engine, which must
+        not leave a range. Address 0 where a record does not lie in one. ``strides`` [L] in bytes."""
+        addresses = np.zeros(record_segment.shape, np.int64)
+        ranges = np.zeros(record_segment.shape, np.int32)
+        first_range = 0
+        for number, pieces in enumerate(self._pieces):
+            if not pieces:
+                continue
+            starts = np.array([piece[0] for piece in pieces], np.int64)
+            ends = starts + np.array([piece[1] for piece in pieces], np.int64)
+            at = np.searchsorted(starts, record_offset, side="right") - 1
+            stride = np.broadcast_to(np.asarray(strides, np.int64)[:, None], record_offset.shape)
+            inside = (record_segment == number) & (at >= 0) & (record_offset + stride <= ends[np.maximum(at, 0)])
+            addresses[inside] = record_offset[inside] + segment_address(self._segments[number])
+            ranges[inside] = at[inside] + first_range
+            first_range += len(pieces)
+        return addresses, ranges
+
     def close(self) -> None:
         """Unregister everything; idempotent. The device must not use it any more."""
         for segment, pieces in zip(self._segments, self._pieces, strict=True):

@@ -14,20 +14,28 @@ import torch
 from torch import Tensor
 
 from freetoken.execution.cuda.arena import CudaArena
-from freetoken.execution.cuda.buffers import GEMV_TOKENS, TokenBuffers
+from freetoken.execution.cuda.buffers import TokenBuffers
 from freetoken.execution.cuda.data_plane import DataPlane
 from freetoken.execution.cuda.embed import embed
+from freetoken.execution.cuda.expert_kernels import COPY_PROGRAMS, gemm_cut
 from freetoken.execution.cuda.inputs import RequestTable
+from freetoken.execution.cuda.staging import StagedStep
+from freetoken.execution.cuda.trace import Trace
 from freetoken.execution.cuda.weights import DenseWeights, LayerWeights, Linear
 from freetoken.kernels.triton import linear as linear_kernels
 from freetoken.kernels.triton.attention import AttentionShape, QueryBlocks, attention
 from freetoken.kernels.triton.combine import combine
+from freetoken.kernels.triton.expert_gemm import expert_gemm
 from freetoken.kernels.triton.expert_gemv import expert_gemv
 from freetoken.kernels.triton.linear import Q4_0Weight
 from freetoken.kernels.triton.norm import add_rms_norm, rms_norm, silu_and_mul
+from freetoken.kernels.triton.placed_plan import copy_records
+from freetoken.kernels.triton.plan import fill_block_table
 from freetoken.kernels.triton.rope_kv import rope_kv
 from freetoken.kernels.triton.router import norm_router, top_k
 
+# Up to so many rows, logits are vector products (Q4_0 on an H200: 182 us for 2 rows, 330 for 4, 634 for 8).
+LOGIT_GEMV_ROWS = 2
 # Up to so many tokens the combine kernel itself waits for the CPU share, which saves a launch.
 _COMBINE_WAITS_TOKENS = 2
 
@@ -57,6 +65,7 @@ class LayerProgram:
         self.plane = plane
         self._arena = arena
         self._table = table
+        self.trace: Trace | None = None
         self._kv = [arena.layer_kv(layer) for layer in range(self.spec.num_layers)]
 
     def embed(self, x: TokenBuffers, inputs: Mapping[str, Tensor]) -> None:
@@ -70,20 +79,37 @@ class LayerProgram:
         blocks: QueryBlocks,
         shape: AttentionShape,
         work: tuple[Tensor, Tensor] | None,
+        staged: StagedStep | None = None,
     ) -> None:
-        """Embedding and all layers; ``x.residual`` then holds the last layer's output."""
+        """Embedding and all layers; ``x.residual`` then holds the last layer's output. ``staged``: records come by the
+        copy engine, a layer ahead; not for graphs."""
+        self._mark("before")
+        if staged is not None:
+            staged.begin()
         self.embed(x, inputs)
         for layer in self.weights.layers:
             self.attention(layer, x, inputs, blocks, shape, work)
-            if layer.router is not None:
+            self._mark("attention")
+            if layer.router is None:
+                self.mlp(layer, x)
+                self._mark("mlp")
+                continue
+            if x.placed is None:
                 self.experts(layer, x, inputs)
             else:
-                self.mlp(layer, x)
+                self.placed_experts(layer, x, inputs, staged)
+            if staged is not None:
+                staged.after(layer.ordinal)
+        self._mark("after")
+
+    def _mark(self, name: str) -> None:
+        if self.trace is not None:
+            self.trace.mark(name)
 
     def logits(self, rows: Tensor, normed: Tensor, out: Tensor) -> None:
         """out f32 [S, V] of residual ``rows`` f32 [S, H]; ``normed`` [S, H] is scratch."""
         weights, eps = self.weights, self.spec.rms_norm_eps
-        if len(rows) <= GEMV_TOKENS:
+        if len(rows) <= LOGIT_GEMV_ROWS:
             linear_kernels.linear(rows, weights.lm_head.weight, out, norm=weights.final_norm, eps=eps)
         else:
             rms_norm(rows, weights.final_norm, eps, normed)
@@ -188,6 +214,7 @@ class LayerProgram:
         assert plane is not None and plane.box is not None and x.plan is not None
         assert x.ids is not None and x.weights is not None
         chooses = self.route(layer, x)
+        self._mark("router")
         plane.publish(
             layer.ordinal,
             inputs["step_id"],
@@ -200,6 +227,7 @@ class LayerProgram:
         )
         plan = plane.layer_plan(x.plan, layer.ordinal)
         plane.await_plan(layer.ordinal, plan)
+        self._mark("plan")
         buffers = x.experts[plane.records.layouts[layer.ordinal]]
         apart = buffers.partials is not None
         out = buffers.partials if buffers.partials is not None else buffers.routed
@@ -215,6 +243,7 @@ class LayerProgram:
             single_route=x.tokens == 1,
             shape=buffers.shape,
         )
+        self._mark("experts")
         wait = None
         if x.tokens <= _COMBINE_WAITS_TOKENS:
             wait = (plane.box, plane.seq, plane.limit_ns)
@@ -229,3 +258,51 @@ class LayerProgram:
             cpu_partial_address=plane.box.partial,
             wait=wait,
         )
+        self._mark("combine")
+
+    def placed_experts(
+        self, layer: LayerWeights, x: TokenBuffers, inputs: Mapping[str, Tensor], staged: StagedStep | None
+    ) -> None:
+        """residual += experts(norm(residual)) through the mailbox: records are put in place, then multiplied. Batches
+        of up to ``max_shared_tokens`` share the work with the CPU, longer and staged ones do not."""
+        plane, placed, ordinal = self.plane, x.placed, layer.ordinal
+        assert plane is not None and plane.box is not None and placed is not None
+        assert x.ids is not None and x.weights is not None
+        shared = x.tokens <= plane.max_shared_tokens and staged is None
+        chooses = self.route(layer, x)
+        assert not chooses
+        self._mark("router")
+        step_id, num_real, admit = inputs["step_id"], inputs["num_real"], inputs["admit"]
+        num_routes = plane.publish_routes(
+            ordinal, step_id, num_real, x.ids, x.weights, admit, x.hidden if shared else None
+        )
+        plan = plane.layer_plan(placed.plan, ordinal)
+        if staged is not None:
+            table, spares = staged.stager.table(ordinal), staged.stager.spares
+        else:
+            table, spares = plane.nothing_staged, placed.spares
+        plane.await_placed_plan(ordinal, plan, placed.copies, num_routes, table, spares)
+        self._mark("plan")
+        if staged is not None:
+            staged.stager.wait(ordinal)
+            self._mark("staging")
+        layout = plane.records.layouts[ordinal]
+        copy_records(plan, placed.copies, layout.payload_bytes, COPY_PROGRAMS)
+        self._mark("copies")
+        top_k = x.ids.shape[1]
+        routes = x.tokens * top_k
+        cut = gemm_cut(layout.format, routes, plane.router.num_experts)
+        # The whole table, because the kernel is compiled for its length.
+        fill_block_table(plan, placed.tables[cut.block_routes])
+        blocks = placed.table(cut.block_routes, routes)
+        out = placed.out[:routes]
+        act = placed.act[layout.intermediate][:routes]
+        expert_gemm(layout, plan, blocks, x.hidden, top_k, act, out, shape=cut.shape)
+        self._mark("experts")
+        if shared:
+            plane.await_part(plan)
+            self._mark("cpu")
+        combine(
+            x.residual, x.weights, plan, partials=out, cpu_partial_address=plane.box.partial if shared else 0
+        )  # fmt: skip
+        self._mark("combine")

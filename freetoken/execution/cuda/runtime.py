@@ -16,16 +16,19 @@ from freetoken.errors import CheckpointError
 from freetoken.execution.cuda.arena import TORCH_DTYPES, CudaArena
 from freetoken.execution.cuda.data_plane import DataPlane, ExpertRecords
 from freetoken.execution.cuda.device_model import DECODE_BATCHES, DeviceLimits, DeviceModel
-from freetoken.execution.cuda.driver import HostMemoryDriver
+from freetoken.execution.cuda.driver import CudaDriver, HostMemoryDriver
 from freetoken.execution.cuda.executor import CudaStepExecutor
 from freetoken.execution.cuda.host_memory import MailboxWindow, RegisteredStore
+from freetoken.execution.cuda.prefill_costs import PrefillCosts
 from freetoken.execution.cuda.report import ReportBuffers
+from freetoken.execution.cuda.staging import RecordCopier, RecordSources, Stager
 from freetoken.execution.cuda.watchdog import Watchdog
 from freetoken.execution.cuda.weights import DenseWeights, HostWeight
 from freetoken.execution.dense_weights import map_dense_weights
 from freetoken.execution.step_executor import StepLimits
 from freetoken.experts.device_client import plan_mailbox
 from freetoken.launch_spec import LaunchSpec
+from freetoken.quant.record import RecordLayout
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,7 @@ class CudaRuntime:
         self._on_progress = on_progress
         spec = launch.model
         self._registered: RegisteredStore | None = None
+        self._stager: Stager | None = None
         self._window: MailboxWindow | None = None
         self._warm_mailbox: Mailbox | None = None
         self._watchdog: Watchdog | None = None
@@ -83,6 +87,7 @@ class CudaRuntime:
             table = self._registered.record_addresses(
                 index.record_file, index.record_offset, [layout.stride_bytes for layout in layouts]
             )
+            self._stager = self._build_stager(driver, layouts)
             records = ExpertRecords(torch.from_numpy(table).to(arena.device), layouts)
             self._window = MailboxWindow(driver, Mailbox.required_bytes(*plan_mailbox(launch)))
             plane = self._build_plane(records, report)
@@ -95,6 +100,36 @@ class CudaRuntime:
         assert router is not None and self._window is not None
         return DataPlane(
             self._window, records, self._arena, router, self._launch.config.executor.wait_timeout_s, report.counts
+        )
+
+    def _build_stager(self, driver: HostMemoryDriver, layouts: tuple[RecordLayout, ...]) -> Stager | None:
+        arena, index = self._arena, self._index
+        strides = tuple(layout.stride_bytes for layout in layouts)
+        if arena.staging.numel() < 4 * max(strides):
+            return None
+        assert self._registered is not None
+        sources = RecordSources(*self._registered.record_sources(index.record_file, index.record_offset, strides))
+        return Stager(
+            self._build_copier(driver), sources, strides, arena.staging_address, arena.staging.numel(), arena.device
+        )
+
+    def _build_copier(self, driver: HostMemoryDriver) -> RecordCopier:
+        from freetoken.execution.cuda.copier import CudaCopier
+
+        assert isinstance(driver, CudaDriver)
+        return CudaCopier(driver, self._arena.device)
+
+    def _prefill_costs(self) -> PrefillCosts | None:
+        spec, plan, stager = self._launch.model, self._launch.plan, self._stager
+        if stager is None:
+            return None
+        return PrefillCosts(
+            num_experts=spec.num_experts,
+            top_k=spec.num_experts_per_tok,
+            record_bytes=stager.place_bytes,
+            record_operations=6 * spec.hidden_size * spec.moe_intermediate_size,
+            resident=min(1.0, plan.num_slots / max(1, spec.num_experts * len(spec.moe_layers))),
+            fetch_fraction=self._launch.config.experts.fetch_fraction,
         )
 
     def _upload(self) -> DeviceModel:
@@ -116,7 +151,7 @@ class CudaRuntime:
             block_size=plan.kv_block_size,
             decode_batches=decode_batch_sizes(max_samples),
         )
-        return DeviceModel(weights, self._arena, self._plane, self._report, limits)
+        return DeviceModel(weights, self._arena, self._plane, self._report, limits, self._stager, self._prefill_costs())
 
     @property
     def fetchable(self) -> tuple[int, ...] | None:

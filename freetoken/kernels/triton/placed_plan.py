@@ -1,8 +1,8 @@
-"""The mailbox for more tokens than one program can carry, and plans whose records are put in place before they are used.
+"""The mailbox for more tokens than one program carries, and plans whose records are put in place before they are used.
 
-Contract. ``publish_routes`` publishes T rows for the device alone (csrc/core/mailbox.h, kDeviceOnly): ids, weights and
-admission, no hidden rows; T is a run-time value. ``await_placed_plan`` waits like ``mailbox.await_plan`` (same statuses,
-same counts) and decides for every GPU entry where its record is read:
+Contract. ``publish_routes`` publishes T rows, T a run-time value: ids, weights and admission, and hidden rows unless
+they are for the device alone (csrc/core/mailbox.h, kDeviceOnly). ``await_placed_plan`` waits like
+``mailbox.await_plan`` (the same statuses and counts) and decides for every GPU entry where its record is read:
 
 - a hit: its slot;
 - staged (``staged`` int64 [E], 0: not): the staged copy; an admitted one is to be copied from there to its slot;
@@ -52,6 +52,13 @@ def _write_routes_kernel(
     tl.store(pointer_to(admit_out, tl.uint8) + cell, admit, mask=token)
 
 
+@triton.jit(do_not_specialize=["size"])
+def _write_rows_kernel(hidden_ptr, hidden_out, size, BLOCK: tl.constexpr):
+    cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(hidden_ptr + cell, mask=cell < size, other=0.0)
+    tl.store(pointer_to(hidden_out, tl.float32) + cell, x.to(tl.float32), mask=cell < size)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "layer", "flags"])
 def _raise_request_kernel(
     seq_ptr, step_id_ptr, req, request, num_tokens, layer, flags, TOP_K: tl.constexpr, INTERPRET: tl.constexpr
@@ -81,13 +88,18 @@ def publish_routes(
     layer: int,
     *,
     flags: int,
+    hidden: Tensor | None = None,
 ) -> None:
-    """Publish T rows of expert layer ``layer``; ``flags`` must have kDeviceOnly.
+    """Publish T rows of expert layer ``layer``; without ``hidden`` [T, H] ``flags`` must have kDeviceOnly.
 
     ``seq`` int32 [1] (incremented), ``step_id`` int64 [1], ``num_real`` int32 [1] (rows from there on are padding: id
     -1, weight 0), ``ids`` int32 and ``weights`` float32 [T, K], ``admit`` uint8 [T]; contiguous.
     """
     tokens, top_k = ids.shape
+    if hidden is not None:
+        _write_rows_kernel[(cdiv(hidden.numel(), 4096),)](
+            hidden, box.hidden, hidden.numel(), BLOCK=4096, num_warps=8
+        )  # fmt: skip
     _write_routes_kernel[(cdiv(tokens * top_k, _BLOCK),)](
         num_real, ids, weights, admit, box.ids, box.weights, box.admit, tokens, TOP_K=top_k, BLOCK=_BLOCK, num_warps=4
     )

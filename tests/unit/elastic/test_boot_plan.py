@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freetoken.config import EngineConfig
-from freetoken.elastic.boot_plan import CheckpointSizes, plan_boot, plan_workspace_bytes
+from freetoken.elastic.boot_plan import CheckpointSizes, plan_boot, plan_staging_bytes, plan_workspace_bytes
 from freetoken.elastic.machine import MachineInfo, read_machine
 from freetoken.errors import CapacityError
 from freetoken.models.spec import ModelSpec, RopeSpec, RouterSpec
@@ -130,3 +130,15 @@ def test_workspace_grows_with_the_batch() -> None:
 def test_this_machine_can_be_read() -> None:
     machine = read_machine()
     assert machine.physical_cores and 0 < machine.available_bytes <= machine.total_bytes
+
+
+def test_a_gpu_gets_staging_out_of_the_budget() -> None:
+    layer = 128 * LAYOUT.stride_bytes
+    on_cpu, on_gpu = plan(vram=12 * GIB), plan(vram=12 * GIB, device="cuda")
+    assert on_cpu.staging_bytes == 0
+    assert 0 < on_gpu.staging_bytes <= 12 * GIB // 8 and on_gpu.staging_bytes % LAYOUT.stride_bytes == 0
+    assert used_bytes(on_gpu) + on_gpu.staging_bytes <= 12 * GIB
+    assert on_gpu.workspace_bytes > on_cpu.workspace_bytes and 0 < on_gpu.num_slots < on_cpu.num_slots
+    large = plan(vram=100 * GIB, device="cuda")
+    assert 2 * layer < large.staging_bytes <= 2 * layer + 16 * LAYOUT.stride_bytes
+    assert plan_staging_bytes(128, LAYOUT.stride_bytes, 5 * LAYOUT.stride_bytes) == 0

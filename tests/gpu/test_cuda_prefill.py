@@ -1,0 +1,211 @@
+"""Prefill on the CUDA device in all its ways, against `transformers`: experts by address, put in place beside the CPU's
+share, and in long pieces that are staged or not; with residency that changes under way.
+
+On a GPU, else in Triton's interpreter. Float32, tolerance 1e-4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from freetoken.checkpoint.ftw import FtwIndex
+from freetoken.errors import FreeTokenError
+from freetoken.messages import RequestInit, StepPlan, StepRow
+from freetoken.testing.tiny_checkpoints import load_tiny_checkpoint
+
+triton = pytest.importorskip("triton", reason="needs triton")
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU and not triton.knobs.runtime.interpret:
+    pytest.skip("needs a CUDA device or TRITON_INTERPRET=1 in the environment", allow_module_level=True)
+
+from freetoken.execution.cuda import device_model, expert_kernels  # noqa: E402
+from freetoken.execution.cuda.prefill_costs import PrefillCosts  # noqa: E402
+from freetoken.execution.cuda.staging import Stager, plan_copies  # noqa: E402
+from freetoken.testing.cuda_rig import CudaRig, HostCopier, HostDriver  # noqa: E402
+from tests.gpu.test_cuda_executor import GREEDY, TOLERANCE, launch_of, ok  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("prefill")
+
+
+@pytest.fixture
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything beyond 8 tokens is put in place, beyond 16 long."""
+    monkeypatch.setattr(device_model, "GEMV_EXPERT_TOKENS", 8)
+    monkeypatch.setattr(device_model, "LONG_TOKENS", 16)
+    monkeypatch.setattr(device_model, "LONG_STEP", 16)
+
+
+def prompt_of(length: int) -> list[int]:
+    return [(i * 37 + 5) % 500 for i in range(length)]
+
+
+def row_of(prompt: list[int], start: int, count: int) -> StepRow:
+    init = RequestInit(GREEDY, tuple(prompt), len(prompt)) if start == 0 else None
+    blocks = tuple(range(8)) if start == 0 else ()
+    return StepRow("a", start, count, start + count == len(prompt), False, blocks, init)
+
+
+@pytest.mark.usefixtures("small_sizes")
+@pytest.mark.parametrize(
+    ("places", "num_slots", "chunks"),
+    [
+        (None, 6, (30,)),  # a whole layer fits each half
+        (10, 6, (20, 17)),  # it does not; two chunks, the second with what the first has left in the slots
+        (0, 4, (23,)),  # no staging at all
+        (None, 16, (18, 18)),  # nearly everything becomes resident
+    ],
+)
+def test_long_pieces_equal_the_oracle(
+    directory: Path, places: int | None, num_slots: int, chunks: tuple[int, ...]
+) -> None:
+    tiny = load_tiny_checkpoint("qwen3_moe")
+    launch = launch_of("qwen3_moe", directory, num_slots)
+    stride = launch.plan.slot_stride_bytes
+    if places is not None:
+        launch = dataclasses.replace(launch, plan=dataclasses.replace(launch.plan, staging_bytes=places * stride))
+    prompt = prompt_of(sum(chunks))
+    with CudaRig(launch, fetch_fraction=0.5) as rig:
+        model = rig.runtime.model
+        assert (model.stager is None) == (places == 0)
+        total, start = None, 0
+        for number, count in enumerate(chunks):
+            assert model.long_tokens(count) == -(-count // 16) * 16
+            result = ok(rig.executor.execute(StepPlan(number + 1, 1, (row_of(prompt, start, count),))))
+            start += count
+            total = result.experts if total is None else total + result.experts
+        error = (model.logits[0].cpu() - tiny.oracle_logits(prompt)[-1]).abs().max()
+        assert error < TOLERANCE
+        # Pieces that are not staged leave a share to the CPU, if they are not too long for it.
+        assert total is not None and (total.cpu > 0) == (places == 0) and total.fetches > 0
+        counters = rig.cache_server.counters()
+        assert (counters["admitted"], counters["evicted"]) == (total.admitted, total.evicted)
+        if model.stager is not None:
+            assert 0 < model.stager.copied_bytes <= total.layer_steps * model.stager.capacity * stride
+        # What the slots hold by now is what decoding computes with.
+        token = result.rows[0].token_id
+        row = StepRow("a", len(prompt), 1, True, True)
+        again = ok(rig.executor.execute(StepPlan(9, 1, (row,))))
+        assert [token, again.rows[0].token_id] == tiny.oracle_greedy(prompt, 2)
+
+
+@pytest.mark.usefixtures("small_sizes")
+@pytest.mark.parametrize(("places", "fraction"), [(None, 0.5), (0, 0.5), (None, 1.0)])
+def test_short_pieces_share_with_the_cpu(directory: Path, places: int | None, fraction: float) -> None:
+    tiny = load_tiny_checkpoint("mixtral")
+    launch = launch_of("mixtral", directory, num_slots=5)
+    if places is not None:
+        launch = dataclasses.replace(launch, plan=dataclasses.replace(launch.plan, staging_bytes=places))
+    prompt = prompt_of(13)
+    with CudaRig(launch, fetch_fraction=fraction) as rig:
+        model = rig.runtime.model
+        model.costs = None
+        assert model.long_tokens(13) == 0
+        assert (model.piece(16).buffers.placed is None) == (places == 0)
+        result = ok(rig.executor.execute(StepPlan(1, 1, (row_of(prompt, 0, 13),))))
+        assert (model.logits[0].cpu() - tiny.oracle_logits(prompt)[-1]).abs().max() < TOLERANCE
+        assert (result.experts.cpu > 0) == (fraction < 1) and (result.experts.fetches > 0) == (fraction > 0)
+
+
+@pytest.mark.usefixtures("small_sizes")
+def test_residency_that_changes_between_copy_and_use_is_only_slow(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = load_tiny_checkpoint("qwen3_moe")
+    prompt = prompt_of(24)
+    stage = Stager.stage
+
+    def outdated(self: Stager, layer: int, slot_of: np.ndarray) -> None:
+        # As if half of the records had been resident when the copies were planned, and half of those that are, not.
+        stage(self, layer, np.where(np.arange(len(slot_of)) % 2 == 0, 3, -1).astype(np.int32))
+
+    monkeypatch.setattr(Stager, "stage", outdated)
+    with CudaRig(launch_of("qwen3_moe", directory, num_slots=6)) as rig:
+        for number, start in enumerate((0, 12)):
+            plan = StepPlan(number + 1, 1, (row_of(prompt, start, 12),))
+            if start == 0:
+                rig.runtime.model.costs = PrefillCosts(4, 4, 1, 1, 0.5, 0.0)
+            ok(rig.executor.execute(plan))
+        error = (rig.runtime.model.logits[0].cpu() - tiny.oracle_logits(prompt)[-1]).abs().max()
+        assert error < TOLERANCE
+
+
+class Refusing(HostCopier):
+    """Stops working after a few copies."""
+
+    def copy(self, destination: int, source: int, size_bytes: int) -> None:
+        if len(self.copied) >= 3:
+            raise FreeTokenError("copying failed: CUDA_ERROR_INVALID_VALUE")
+        super().copy(destination, source, size_bytes)
+
+
+@pytest.mark.usefixtures("small_sizes")
+def test_a_copy_engine_that_refuses_is_done_without(directory: Path) -> None:
+    tiny = load_tiny_checkpoint("qwen3_moe")
+    prompt = prompt_of(20)
+    with CudaRig(launch_of("qwen3_moe", directory, num_slots=6)) as rig:
+        stager = rig.runtime.model.stager
+        assert stager is not None
+        stager._copier = Refusing()
+        ok(rig.executor.execute(StepPlan(1, 1, (row_of(prompt, 0, 20),))))
+        assert stager.capacity == 0 and rig.runtime.model.staged_step(2) is None
+        assert (rig.runtime.model.logits[0].cpu() - tiny.oracle_logits(prompt)[-1]).abs().max() < TOLERANCE
+
+
+@pytest.mark.usefixtures("small_sizes")
+def test_no_long_pieces_where_some_records_cannot_be_read(directory: Path) -> None:
+    launch = launch_of("qwen3_moe", directory, num_slots=6)
+    limit = FtwIndex.load(launch.checkpoint).expert_bytes - 1
+    with CudaRig(launch, driver=HostDriver(limit_bytes=limit)) as rig:
+        assert rig.runtime.model.long_tokens(100) == 0
+
+
+def test_neighbouring_records_are_one_copy() -> None:
+    addresses = np.array([1000, 1100, 1200, 0, 1400, 1500, 1600, 900], np.int64)
+    ranges = np.array([0, 0, 0, 0, 0, 1, 1, 0], np.int32)
+    slot_of = np.array([-1, -1, -1, -1, -1, -1, -1, -1], np.int32)
+    runs, offsets = plan_copies(addresses, ranges, slot_of, 100, 8)
+    assert [(run.source, run.offset, run.size_bytes) for run in runs] == [
+        (900, 0, 400), (1400, 400, 100), (1500, 500, 200),
+    ]  # fmt: skip
+    assert offsets.tolist() == [100, 200, 300, -1, 400, 500, 600, 0]
+    slot_of[[1, 7]] = 4
+    runs, offsets = plan_copies(addresses, ranges, slot_of, 100, 3)
+    assert [(run.source, run.offset, run.size_bytes) for run in runs] == [
+        (1000, 0, 100),
+        (1200, 100, 100),
+        (1400, 200, 100),
+    ]
+    assert offsets.tolist() == [0, -1, 100, -1, 200, -1, -1, -1]
+    assert plan_copies(addresses, ranges, np.zeros(8, np.int32), 100, 8)[0] == []
+
+
+def test_costs_prefer_the_cpus_help_for_few_tokens() -> None:
+    costs = PrefillCosts(128, 8, 2_654_208, 9_437_184, 0.25, 0.5)
+    assert not costs.prefers_staging(16) and not costs.prefers_staging(64)
+    assert costs.touched(16) == pytest.approx(82.4, abs=0.1)
+    without_cpu = dataclasses.replace(costs, fetch_fraction=1.0)
+    assert not without_cpu.prefers_staging(16)
+    assert not dataclasses.replace(costs, resident=1.0).prefers_staging(128)
+
+
+@pytest.mark.parametrize("record_format", ["q4_0", "bf16", "f32"])
+def test_every_number_of_tokens_has_a_cut(record_format: str) -> None:
+    sizes = [expert_kernels.gemm_cut(record_format, 8 * tokens, 128).block_routes for tokens in range(17, 8192, 63)]
+    assert sizes == sorted(sizes) and set(sizes) <= {16, 32, 64}
+
+
+def test_the_host_copier_counts() -> None:
+    source, target = np.arange(8, dtype=np.int64), np.zeros(8, np.int64)
+    copier = HostCopier()
+    copier.copy(target.ctypes.data, source.ctypes.data, 32)
+    assert target.tolist() == [0, 1, 2, 3, 0, 0, 0, 0] and len(copier.copied) == 1
