@@ -1,6 +1,6 @@
 """How fast tokens come, and how near the memory buses that is.
 
-    python bench/system/decode.py --in-process --device cuda --residency 1.0,0.25 --split 0.25,0.5 [--trace] [--out FILE]
+    python bench/system/decode.py --in-process --device cuda --residency 1.0,0.25 --split 0.25,0.5 [--trace]
     python bench/system/decode.py --device cuda --runtime ray,local --residency 0.25 --split 0.4
     python bench/system/decode.py --url http://127.0.0.1:8321 --model FTW_DIRECTORY
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import json
 import statistics
 import sys
 import time
@@ -28,11 +29,9 @@ from bench.system import bandwidth, rig
 from bench.system.bandwidth import Bandwidths, Traffic
 from bench.system.client import actor_metrics, stream
 from freetoken.checkpoint.ftw import FtwIndex
-from freetoken.cli.process import EngineProcess
 from freetoken.config.loader import merge
 from freetoken.messages import ExpertCounters
 
-FILL_TOKENS = 32
 FILL_PROMPTS = 64
 _SETTLE_S = 0.4
 
@@ -40,13 +39,18 @@ _SETTLE_S = 0.4
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     rig.add_engine_arguments(parser)
-    parser.add_argument("--split", type=rig.shares, default=(0.5,), help="shares of the misses fetched, such as 0.25,0.5")
+    parser.add_argument(
+        "--split", type=rig.shares, default=(0.5,), help="shares of the misses fetched, such as 0.25,0.5"
+    )
     parser.add_argument("--streams", type=rig.numbers, default=(1,), help="concurrent requests, such as 1,4")
     parser.add_argument("--tokens", type=int, default=128, help="measured for each stream")
     parser.add_argument("--warm-up", type=int, default=64, help="tokens before them")
     parser.add_argument("--prompt-tokens", type=int, default=32)
+    parser.add_argument("--fill-tokens", type=int, default=32, help="of the prompts that make every record resident")
     parser.add_argument("--trace", action="store_true", help="profile decode steps of one stream (in process)")
+    parser.add_argument("--mailbox", action="store_true", help="time the mailbox alone (in process, on a GPU)")
     arguments = parser.parse_args()
+    rig.end_on_sigterm()
     figures: dict[str, Any] = {"device": arguments.device, "runs": []}
     if arguments.url:
         _measure_url(arguments, figures)
@@ -157,7 +161,11 @@ def _measure_in_process(arguments: argparse.Namespace, figures: dict[str, Any]) 
     most = max(arguments.streams)
     settings = rig.settings_of(arguments, scheduler={"max_num_running": most, "max_num_batched_tokens": 512})
     rates = _measure_rates(arguments, checkpoint, settings)
-    figures |= {"bandwidth_gbps": rates.to_json(), "model": _describe_model(FtwIndex.load(checkpoint)), "mode": "in process"}
+    figures |= {
+        "bandwidth_gbps": rates.to_json(),
+        "model": _describe_model(FtwIndex.load(checkpoint)),
+        "mode": "in process",
+    }
     store = rig.LoadedStore(checkpoint)
     index = store.index
     on_gpu = arguments.device == "cuda"
@@ -168,7 +176,7 @@ def _measure_in_process(arguments: argparse.Namespace, figures: dict[str, Any]) 
         with rig.open_rig(store, settings, residency, splits[0]) as engine:
             driver = rig.Driver(engine)
             if residency is not None and index.spec.is_moe and whole:
-                resident = driver.fill(rig.prompts(index, FILL_PROMPTS, FILL_TOKENS, arguments.seed + 1))
+                resident = driver.fill(rig.prompts(index, FILL_PROMPTS, arguments.fill_tokens, arguments.seed + 1))
                 print(f"resident: {resident} of {index.num_records}", flush=True)
             print(f"ready after {time.perf_counter() - begun:.1f} s", flush=True)
             ttft: list[float] = []
@@ -195,6 +203,20 @@ def _measure_in_process(arguments: argparse.Namespace, figures: dict[str, Any]) 
                     _note(figures, run)
                     if arguments.trace and streams == 1 and split == splits[0]:
                         figures.setdefault("traces", []).append({"residency": residency, **trace(driver, on_gpu)})
+                    _write_so_far(arguments, figures)
+            if arguments.mailbox and residency == 1.0 and on_gpu and engine.device.type == "cuda":
+                from bench.gpu.mailbox_graph import time_round_trips
+
+                figures["mailbox"] = time_round_trips(engine)
+                print(f"mailbox: {figures['mailbox']}", flush=True)
+                _write_so_far(arguments, figures)
+
+
+def _write_so_far(arguments: argparse.Namespace, figures: dict[str, Any]) -> None:
+    """A run that is cut short has at least this."""
+    if arguments.out:
+        Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(arguments.out).write_text(json.dumps({"benchmark": "decode", "unfinished": True, "figures": figures}))
 
 
 def _describe_model(index: FtwIndex) -> dict[str, Any]:
@@ -279,7 +301,7 @@ def _measure_http(arguments: argparse.Namespace, figures: dict[str, Any]) -> Non
             for runtime in arguments.runtime:
                 begun = time.perf_counter()
                 flags = launch_flags(arguments, index, checkpoint, running, residency, split, runtime)
-                with EngineProcess(str(checkpoint), *flags) as engine:
+                with rig.serve(arguments, checkpoint, flags) as engine:
                     print(f"{runtime}: ready after {time.perf_counter() - begun:.1f} s", flush=True)
                     place = {"runtime": runtime, "residency": residency, "split": split}
                     _measure_server(arguments, engine.url, index, rates, figures, place, fill=whole)
@@ -340,7 +362,7 @@ def _measure_server(
         return [[(31 * i + 7 * s + seed) % 4000 + 10 for i in range(length)] for s in range(count)]
 
     if fill:
-        for prompt in make(FILL_PROMPTS, FILL_TOKENS, arguments.seed + 1):
+        for prompt in make(FILL_PROMPTS, arguments.fill_tokens, arguments.seed + 1):
             _ok(stream(url, prompt, 1))
             metrics = actor_metrics(url)["ExpertCache"]
             if metrics.get("resident_slots", 0) >= metrics.get("slots", 0):
@@ -351,7 +373,7 @@ def _measure_server(
         ttft = [_ok(stream(url, prompt, 1)).ttft_s for prompt in prompts]
         _concurrently(url, prompts, arguments.warm_up)
         first = _counters(url)
-        _concurrently(url, prompts, 1)
+        single = _concurrently(url, prompts, 1)
         second = _counters(url)
         results = _concurrently(url, prompts, arguments.tokens)
         third = _counters(url)
@@ -363,7 +385,9 @@ def _measure_server(
                 for name in ("hits", "fetches", "cpu", "fetched_bytes", "cpu_bytes", "layer_steps")
             }
         )
-        ms = statistics.median(result.decode_ms for result in results)
+        # From complete requests: how chunks reach the client says little about when tokens were made.
+        whole = statistics.median(result.times_s[-1] for result in results)
+        ms = 1e3 * (whole - statistics.median(result.times_s[-1] for result in single)) / (arguments.tokens - 1)
         steps = max(1.0, delta["steps_total"])
         context = arguments.prompt_tokens + arguments.tokens / 2
         run = {**place, "streams": streams, "steps": steps}
@@ -371,8 +395,11 @@ def _measure_server(
         all_hit = _all_hit_ms(figures, streams=streams, **keys)
         run |= describe(index, experts, steps, ms * steps / 1e3, streams, context, rates, on_gpu, all_hit)
         run["ttft_ms"] = round(1e3 * statistics.median(ttft), 3)
+        run["client_ms_per_token"] = round(statistics.median(result.decode_ms for result in results), 4)
         run["step_gap_ms"] = third["step_gap_ms"]
         _note(figures, run)
+        _compare_runtimes(figures)
+        _write_so_far(arguments, figures)
 
 
 def _concurrently(url: str, prompts: list[list[int]], tokens: int) -> list[Any]:

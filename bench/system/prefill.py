@@ -3,15 +3,16 @@
     python bench/system/prefill.py --in-process --device cuda --residency 0.25 --new 16,512,4096 [--out FILE]
     python bench/system/prefill.py --device cuda --runtime local --residency 0.25 --context 0,2048
 
-For each residency, context and number of new tokens: seconds (best and median of several prompts of independent tokens),
-tokens/s, and how many experts of a layer were resident, read by the device from the store, or run on the CPU. Whether
-the cache of decode survived is told by the resident records before and after.
+For each residency, context and number of new tokens: seconds (best and median of several prompts of independent
+tokens), tokens/s, and how many experts of a layer were resident, read by the device from the store, or run on the CPU.
+Whether the cache of decode survived is told by the resident records before and after.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import statistics
 import sys
 import time
@@ -24,7 +25,6 @@ from bench.common import write_result
 from bench.system import decode, rig
 from bench.system.client import actor_metrics, stream
 from freetoken.checkpoint.ftw import FtwIndex
-from freetoken.cli.process import EngineProcess
 from freetoken.messages import ExpertCounters
 
 _COUNTED = ("hits", "fetches", "cpu", "fetched_bytes", "cpu_bytes", "layer_steps")
@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--chunk", type=int, default=4096, help="tokens of one step at most")
     arguments = parser.parse_args()
+    rig.end_on_sigterm()
     longest = max(arguments.new) + max(arguments.context) + 64
     arguments.kv_tokens = max(arguments.kv_tokens, 2 * longest)
     figures: dict[str, Any] = {"device": arguments.device, "runs": []}
@@ -90,7 +91,7 @@ def _measure_in_process(arguments: argparse.Namespace, figures: dict[str, Any]) 
                         run |= describe([span.seconds for span in spans], new, last.experts)
                         run["steps"] = last.steps
                         run["resident_before_after"] = resident[-1]
-                        _note(figures, run)
+                        _note(figures, run, arguments.out)
 
 
 def describe(seconds: list[float], new: int, experts: ExpertCounters) -> dict[str, Any]:
@@ -112,11 +113,14 @@ def describe(seconds: list[float], new: int, experts: ExpertCounters) -> dict[st
     return {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in figures.items()}
 
 
-def _note(figures: dict[str, Any], run: dict[str, Any]) -> None:
+def _note(figures: dict[str, Any], run: dict[str, Any], out: str | None) -> None:
     figures["runs"].append(run)
     where = " ".join(f"{key}={run[key]}" for key in ("runtime", "residency", "split", "context", "new") if key in run)
     shown = ("best_s", "median_s", "tokens_per_s", "resident_per_layer", "fetched_per_layer", "cpu_per_layer")
     print(f"{where}: " + "  ".join(f"{key} {run[key]}" for key in shown), flush=True)
+    if out:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        Path(out).write_text(json.dumps({"benchmark": "prefill", "unfinished": True, "figures": figures}))
 
 
 def _resident(engine: Any) -> int:
@@ -134,7 +138,7 @@ def _measure_http(arguments: argparse.Namespace, figures: dict[str, Any]) -> Non
                 flags = decode.launch_flags(
                     arguments, index, checkpoint, _settings(arguments), residency, split, runtime
                 )
-                with EngineProcess(str(checkpoint), *flags) as engine:
+                with rig.serve(arguments, checkpoint, flags) as engine:
                     place = {"runtime": runtime, "residency": residency, "split": split}
                     _measure_server(arguments, engine.url, index, figures, place)
 
@@ -164,7 +168,7 @@ def _measure_server(
                 cached = (result.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
                 delta = ExpertCounters(**{name: int(after[name] - before[name]) for name in _COUNTED})
             run: dict[str, Any] = {**place, "context": context, "new": new, "cached": cached}
-            _note(figures, run | describe(seconds, new, delta))
+            _note(figures, run | describe(seconds, new, delta), arguments.out)
 
 
 def _counters(url: str) -> dict[str, float]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +21,7 @@ from typing import Any
 from freetoken._native import CacheServer, CpuServer, Mailbox, SharedSegment, SlotTable, WorkerPool
 from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.checkpoint.held_store import HeldStore
+from freetoken.cli.process import EngineProcess
 from freetoken.config import EngineConfig
 from freetoken.config.loader import merge, settings_from_flags
 from freetoken.elastic.boot_plan import CheckpointSizes, plan_boot
@@ -53,8 +56,20 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-tokens", type=int, default=16384, help="capacity of the KV cache")
     parser.add_argument("--cpu-threads", type=int, help="workers of CpuExecutor")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="any setting")
+    parser.add_argument(
+        "--ready-timeout", type=float, default=600.0, help="seconds until a launched server must be ready"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--out", help="result file (JSON)")
+
+
+def end_on_sigterm() -> None:
+    """Leave in order, so that a launched server is stopped too."""
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -104,6 +119,16 @@ def settings_of(arguments: argparse.Namespace, **sections: dict[str, Any]) -> di
     if arguments.cpu_threads:
         settings["executor"] = {"cpu_threads": arguments.cpu_threads}
     return merge(merge(settings, sections), settings_from_flags(arguments.settings))
+
+
+def serve(arguments: argparse.Namespace, checkpoint: Path, flags: Sequence[str]) -> EngineProcess:
+    """A context manager: ``freetoken launch`` with these flags."""
+    return EngineProcess(
+        str(checkpoint),
+        *flags,
+        ready_timeout_s=arguments.ready_timeout,
+        stop_timeout_s=min(60.0, arguments.ready_timeout),
+    )
 
 
 def vram_for(index: FtwIndex, model: str, settings: dict[str, Any], residency: float) -> int:
@@ -287,7 +312,9 @@ class Driver:
         plan = self.rig.launch.plan
         count = -(-(len(tokens) + room) // plan.kv_block_size)
         if count > len(self._free):
-            raise CapacityError(f"{count} KV blocks for {name} exceed the {len(self._free)} free ones; raise --kv-tokens")
+            raise CapacityError(
+                f"{count} KV blocks for {name} exceed the {len(self._free)} free ones; raise --kv-tokens"
+            )
         blocks = [self._free.pop() for _ in range(count)]
         self._blocks[name] = blocks
         init = RequestInit(SamplingParams(temperature=0.0, seed=0), tuple(map(int, tokens)), len(tokens))

@@ -1,0 +1,156 @@
+#!/usr/bin/env bash
+# Everything worth measuring on one GPU, unattended, most valuable first; from a checkout, needing no network.
+#
+#   OUT=results bash bench/gpu/session.sh            the whole run, about 6 minutes
+#   PARTS="decode soak" OUT=results bash bench/gpu/session.sh
+#
+# Parts have limits of their own and share one for all (TOTAL seconds), so a part that hangs costs no other its turn.
+# Leaves in $OUT: session.log (everything printed), decode.json, prefill.json, http.json, soak.json, tests.log.
+# Settings by environment: SHAPE DTYPE LAYERS DEVICE SCRATCH PYTHON WHEELS TOTAL PARTS and the sizes below.
+set -u
+cd "$(dirname "$0")/../.."
+OUT=${OUT:-bench/results/session}
+SHAPE=${SHAPE:-qwen3-30b-a3b}
+DTYPE=${DTYPE:-q4_0}
+LAYERS=${LAYERS:-}
+DEVICE=${DEVICE:-cuda}
+SCRATCH=${SCRATCH:-/dev/shm}
+PYTHON=${PYTHON:-python3}
+WHEELS=${WHEELS:-.whl}
+TOTAL=${TOTAL:-400}
+PARTS=${PARTS:-build model decode prefill http tests soak}
+SPLITS=${SPLITS:-0.25,0.4,0.5,0.6}
+HTTP_SPLIT=${HTTP_SPLIT:-}
+NEW=${NEW:-16,512,4096}
+TOKENS=${TOKENS:-200}
+HTTP_TOKENS=${HTTP_TOKENS:-256}
+FILL=${FILL:-32}
+RESIDENCY=${RESIDENCY:-1.0,0.25}
+KV=${KV:-16384}
+SOAK=${SOAK:---steps 10000 --every 500 --residency 0.05}
+ARCH=${ARCH:-90}
+
+mkdir -p "$OUT"
+OUT=$(cd "$OUT" && pwd)
+exec > >(tee "$OUT/session.log") 2>&1
+export PYTHONUNBUFFERED=1
+export PYTHONPATH="/tmp/site:$PWD${PYTHONPATH:+:$PYTHONPATH}"
+MODEL=$SCRATCH/session-$SHAPE-$DTYPE${LAYERS:+-$LAYERS}
+BEGUN=$SECONDS
+
+left() { echo $((TOTAL - (SECONDS - BEGUN))); }
+wanted() { [[ " $PARTS " == *" $1 "* ]]; }
+memory() { awk '/MemTotal|MemAvailable/ { printf "%s %.1f GiB  ", $1, $2 / 1048576 } END { print "" }' /proc/meminfo; }
+
+# part NAME LIMIT COMMAND...: end it after its limit or at the end of all time, kill its group a little later.
+part() {
+    local name=$1 limit=$2 at=$SECONDS status
+    shift 2
+    (($(left) < limit)) && limit=$(left)
+    if ((limit < 8)); then
+        echo "=== $name: no time left"
+        return 1
+    fi
+    echo "=== $name (at most $limit s; $((SECONDS - BEGUN)) s so far; $(memory))"
+    timeout -k 12 "$limit" "$@"
+    status=$?
+    echo "=== $name: exit $status after $((SECONDS - at)) s"
+    return $status
+}
+
+synth() {
+    $PYTHON -m freetoken.cli.main synth "$SHAPE" "$1" --dtype "$DTYPE" ${2:+--layers "$2"} --measure-tokens 64 --overwrite
+}
+
+build() {
+    [[ -d $WHEELS ]] && $PYTHON -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
+        --target /tmp/site "$WHEELS"/*.whl &
+    local wheels=$!
+    $PYTHON -m pip install -q --no-index --no-build-isolation --no-deps -e .
+    local status=$?
+    wait $wheels
+    return $status
+}
+
+# The model and, beside it, every kernel into Triton's cache.
+model() {
+    local compiling=
+    if [[ $DEVICE == cuda && $ARCH != 0 ]]; then
+        $PYTHON bench/gpu/compile_program.py --arch "$ARCH" --dtype "$DTYPE" --shape "$SHAPE" --jobs 10 \
+            >"$OUT/compile.log" 2>&1 &
+        compiling=$!
+    fi
+    synth "$MODEL" "$LAYERS"
+    local status=$?
+    if [[ -n $compiling ]]; then
+        wait $compiling
+        echo "compiling: exit $?"
+        cut -c1-160 "$OUT/compile.log" | tail -25
+        rm -f "$OUT/compile.log"
+    fi
+    return $status
+}
+export -f synth build model
+export OUT SHAPE DTYPE LAYERS DEVICE SCRATCH PYTHON WHEELS MODEL ARCH
+
+echo "$(date -u +%FT%TZ) $(git rev-parse --short HEAD 2>/dev/null) $(nproc) processors, $(memory)"
+nvidia-smi --query-gpu=name,driver_version,memory.total,pcie.link.gen.current,pcie.link.width.current --format=csv,noheader \
+    2>/dev/null
+
+wanted build && part build 45 bash -c build
+if wanted model; then
+    if ! part model 65 bash -c model && [[ ! -f $MODEL/ftw.json ]]; then
+        LAYERS=8
+        MODEL=$SCRATCH/session-$SHAPE-$DTYPE-$LAYERS
+        echo "falling back to $LAYERS layers"
+        rm -rf "$SCRATCH/session-$SHAPE-$DTYPE"
+        part "model, fewer layers" 25 bash -c 'synth "$0" "$1"' "$MODEL" "$LAYERS"
+    fi
+fi
+
+COMMON=(--model "$MODEL" --device "$DEVICE")
+wanted decode && part decode 70 $PYTHON bench/system/decode.py "${COMMON[@]}" --in-process --residency "$RESIDENCY" \
+    --split "$SPLITS" --tokens "$TOKENS" --warm-up 60 --fill-tokens "$FILL" --kv-tokens "$KV" --trace --mailbox \
+    --out "$OUT/decode.json"
+
+wanted prefill && part prefill 40 $PYTHON bench/system/prefill.py "${COMMON[@]}" --in-process --residency 0.25 \
+    --new "$NEW" --split 0.5 --repeats 3 --kv-tokens "$KV" --out "$OUT/prefill.json"
+
+if wanted http; then
+    # The split that was best in process.
+    HTTP_SPLIT=${HTTP_SPLIT:-$($PYTHON - "$OUT/decode.json" <<'PY'
+import json, sys
+try:
+    runs = json.load(open(sys.argv[1]))["figures"]["runs"]
+    print(min((r for r in runs if r["residency"] == 0.25), key=lambda r: r["ms_per_token"])["split"])
+except Exception:
+    print(0.4)
+PY
+    )}
+    # Where a machine's memory grows with its use, make it grow before the boot plan looks at what is available.
+    $PYTHON - "$MODEL" <<'PY'
+import pathlib, sys, time
+import numpy, psutil
+need = 1.15 * sum(f.stat().st_size for f in pathlib.Path(sys.argv[1]).glob("*.ftw")) + (3 << 30)
+begun, held = time.monotonic(), []
+while psutil.virtual_memory().available + (len(held) << 30) < need and time.monotonic() - begun < 15:
+    held.append(numpy.full(1 << 30, 1, numpy.uint8))
+print(f"memory: {need / 2**30:.1f} GiB needed, {psutil.virtual_memory().available / 2**30:.1f} GiB available beside {len(held)} held")
+PY
+    part http 95 $PYTHON bench/system/decode.py "${COMMON[@]}" --runtime ray,local --residency 0.25 --split "$HTTP_SPLIT" \
+        --tokens "$HTTP_TOKENS" --warm-up 64 --kv-tokens "$KV" --ready-timeout 45 --out "$OUT/http.json"
+fi
+
+if wanted tests; then
+    # Most of their time goes into compiling, so several processes share them where pytest-xdist is there.
+    SPREAD=$($PYTHON -c 'import xdist; print("-n 5")' 2>/dev/null)
+    part tests 45 bash -c "$PYTHON -m pytest -q --maxfail=8 $SPREAD -p no:cacheprovider -W ignore ${TESTS:-tests/gpu} >'$OUT/tests.log' 2>&1"
+    tail -25 "$OUT/tests.log" | cut -c1-220
+fi
+
+wanted soak && part soak 40 $PYTHON bench/gpu/soak.py "${COMMON[@]}" $SOAK --seconds $(($(left) < 40 ? $(left) - 4 : 36)) \
+    --out "$OUT/soak.json" | cut -c1-300
+
+echo "=== all: $((SECONDS - BEGUN)) s"
+ls -l "$OUT"
+sleep 1 # for tee
