@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from freetoken.cli.live import LiveView, PlainView, View
-from freetoken.cli.messages import INTERRUPTED, report
+from freetoken.cli.main import INTERRUPTED
+from freetoken.cli.messages import report
 from freetoken.config.loader import merge, settings_from_flags
 from freetoken.engine.phases import Phase
 from freetoken.engine.prepare import prepare_launch

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from freetoken import __version__
 
+INTERRUPTED = 130
 COMMANDS = {
     "launch": "load a model and serve it",
     "status": "show the running engine",
@@ -37,11 +38,14 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0 done, 1 failed, 2 wrong settings or arguments."""
+    """Run one command; returns the exit status: 0 done, 1 failed, 2 wrong settings or arguments, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((argument for argument in arguments if not argument.startswith("-")), "")
-    args = build_parser(only=command).parse_args(arguments)
-    status: int = importlib.import_module(f"freetoken.cli.{args.command}").run(args)
+    try:
+        args = build_parser(only=command).parse_args(arguments)
+        status: int = importlib.import_module(f"freetoken.cli.{args.command}").run(args)
+    except KeyboardInterrupt:  # while modules are imported, or in a command that has nothing to clean up
+        return INTERRUPTED
     return status
 
 

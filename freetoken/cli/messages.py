@@ -8,7 +8,6 @@ from freetoken.errors import CapacityError, ConfigError, FreeTokenError
 
 FAILED = 1
 WRONG_SETTINGS = 2
-INTERRUPTED = 130
 
 
 def report(error: FreeTokenError) -> int:
