@@ -35,6 +35,11 @@ OUT=$(cd "$OUT" && pwd)
 exec > >(tee "$OUT/session.log") 2>&1
 export PYTHONUNBUFFERED=1
 export PYTHONPATH="/tmp/site:$PWD${PYTHONPATH:+:$PYTHONPATH}"
+BYTES_NEEDED=$((${LAYERS:-48} * 380000000))
+if (($(df --output=avail -B1 "$SCRATCH" | tail -1) < BYTES_NEEDED)); then
+    echo "$SCRATCH is too small for the model; using ${TMPDIR:-/tmp}"
+    SCRATCH=${TMPDIR:-/tmp}
+fi
 MODEL=$SCRATCH/session-$SHAPE-$DTYPE${LAYERS:+-$LAYERS}
 BEGUN=$SECONDS
 
@@ -94,6 +99,7 @@ export -f synth build model
 export OUT SHAPE DTYPE LAYERS DEVICE SCRATCH PYTHON WHEELS MODEL ARCH
 
 echo "$(date -u +%FT%TZ) $(git rev-parse --short HEAD 2>/dev/null) $(nproc) processors, $(memory)"
+df -h "$SCRATCH" | cat
 nvidia-smi --query-gpu=name,driver_version,memory.total,pcie.link.gen.current,pcie.link.width.current --format=csv,noheader \
     2>/dev/null
 
@@ -114,7 +120,7 @@ wanted decode && part decode 70 $PYTHON bench/system/decode.py "${COMMON[@]}" --
     --out "$OUT/decode.json"
 
 wanted prefill && part prefill 40 $PYTHON bench/system/prefill.py "${COMMON[@]}" --in-process --residency 0.25 \
-    --new "$NEW" --split 0.5 --repeats 3 --kv-tokens "$KV" --out "$OUT/prefill.json"
+    --new "$NEW" --split 0.5 --repeats 3 --kv-tokens "$KV" --trace --out "$OUT/prefill.json"
 
 if wanted http; then
     # The split that was best in process.

@@ -42,14 +42,14 @@ def main() -> int:
     index = store.index
     prompt = rig.prompts(index, 1, arguments.prompt_tokens, arguments.seed)[0]
 
-    def run(residency: float, end: float, steps: int) -> tuple[list[int], list[Any], ExpertCounters]:
+    def run(residency: float, end: float, steps: int) -> tuple[list[int | None], list[Any], ExpertCounters]:
         """(tokens, logits after every period, counters) of up to ``steps`` steps until ``end``."""
         logits: list[Any] = []
         with rig.open_rig(store, settings, residency, 1.0) as engine:
             driver = rig.Driver(engine)
             if residency >= 1.0:
                 driver.fill(rig.prompts(index, 16, 32, arguments.seed + 1))
-            tokens = [int(driver.start("a", prompt, arguments.steps + 1).tokens["a"][0])]
+            tokens = [*driver.start("a", prompt, arguments.steps + 1).tokens["a"]]
             experts = ExpertCounters()
             number = 0
             while len(tokens) <= steps and time.monotonic() < end:
@@ -57,7 +57,7 @@ def main() -> int:
                     engine.cache_server.set_fetch_fraction(SPLITS[number % len(SPLITS)])
                 number += 1
                 span = driver.decode(min(arguments.every, steps + 1 - len(tokens)))
-                tokens += [int(token) for token in span.tokens["a"]]
+                tokens += span.tokens["a"]
                 experts = experts + span.experts
                 if hasattr(engine, "runtime"):
                     logits.append(engine.runtime.model.logits[0].float().cpu().clone())

@@ -33,6 +33,7 @@ from freetoken.config.loader import merge
 from freetoken.messages import ExpertCounters
 
 FILL_PROMPTS = 64
+TRACED_STEPS = 20
 _SETTLE_S = 0.4
 
 
@@ -127,8 +128,10 @@ def _rounded(value: Any) -> Any:
 
 def _note(figures: dict[str, Any], run: dict[str, Any]) -> None:
     figures["runs"].append(run)
-    shown = ("tokens_per_s", "ms_per_token", "hit_rate", "fetched_per_layer_step", "cpu_per_layer_step")
-    shown += ("bound_ms", "share_of_bound", "share_of_overhead_bound", "ttft_ms")
+    shown = [
+        *("tokens_per_s", "ms_per_token", "hit_rate", "fetched_per_layer_step", "cpu_per_layer_step"),
+        *("bound_ms", "share_of_bound", "share_of_overhead_bound", "cpu_busy_share", "ttft_ms"),
+    ]
     where = " ".join(f"{key}={run[key]}" for key in ("runtime", "residency", "split", "streams") if key in run)
     print(f"{where}: " + "  ".join(f"{key} {run[key]}" for key in shown if key in run), flush=True)
 
@@ -157,8 +160,9 @@ def _all_hit_ms(figures: dict[str, Any], **run: Any) -> float | None:
 
 def _measure_in_process(arguments: argparse.Namespace, figures: dict[str, Any]) -> None:
     checkpoint = rig.provide_model(arguments)
-    room = 4 * (arguments.warm_up + arguments.tokens) * len(arguments.split) + arguments.prompt_tokens + 64
     most = max(arguments.streams)
+    rounds = len(arguments.streams) * len(arguments.split)
+    room = rounds * (arguments.warm_up + arguments.tokens) + 2 * TRACED_STEPS + 16
     settings = rig.settings_of(arguments, scheduler={"max_num_running": most, "max_num_batched_tokens": 512})
     rates = _measure_rates(arguments, checkpoint, settings)
     figures |= {
@@ -178,13 +182,15 @@ def _measure_in_process(arguments: argparse.Namespace, figures: dict[str, Any]) 
             if residency is not None and index.spec.is_moe and whole:
                 resident = driver.fill(rig.prompts(index, FILL_PROMPTS, arguments.fill_tokens, arguments.seed + 1))
                 print(f"resident: {resident} of {index.num_records}", flush=True)
+            driver.start("warm", rig.prompts(index, 1, arguments.prompt_tokens, arguments.seed + 2)[0], 1)
+            driver.retire("warm")
             print(f"ready after {time.perf_counter() - begun:.1f} s", flush=True)
             ttft: list[float] = []
             prompts = rig.prompts(index, most, arguments.prompt_tokens, arguments.seed)
             for streams in sorted(arguments.streams):
                 while len(driver.lengths) < streams:
                     number = len(driver.lengths)
-                    ttft.append(driver.start(f"s{number}", prompts[number], room * len(arguments.streams)).seconds)
+                    ttft.append(driver.start(f"s{number}", prompts[number], room).seconds)
                 for split in splits:
                     if index.spec.is_moe:
                         engine.cache_server.set_fetch_fraction(split)
@@ -238,7 +244,7 @@ def _cpu_busy_s(engine: Any) -> float:
     return server.counters()["busy_ns"] / 1e9 if server is not None else 0.0
 
 
-def trace(driver: rig.Driver, on_gpu: bool, steps: int = 20) -> dict[str, Any]:
+def trace(driver: rig.Driver, on_gpu: bool, steps: int = TRACED_STEPS) -> dict[str, Any]:
     """Where the microseconds of a decode step go: by kernel on a GPU, by party on the CPU device."""
     engine = driver.rig
     if not on_gpu or engine.device.type != "cuda":
@@ -255,15 +261,15 @@ def trace(driver: rig.Driver, on_gpu: bool, steps: int = 20) -> dict[str, Any]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         span = driver.decode(steps)
         torch.cuda.synchronize()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for event in profile.key_averages():
         total = float(getattr(event, "device_time_total", 0) or getattr(event, "cuda_time_total", 0))
         if total:
             rows.append({"kernel": event.key[:80], "us": total / steps, "launches": event.count / steps})
-    rows.sort(key=lambda row: -float(row["us"]))  # type: ignore[arg-type]
+    rows.sort(key=lambda row: -float(row["us"]))
     for row in rows[:24]:
         print("{us:10.1f} us/step {launches:7.1f} x  {kernel}".format(**row), flush=True)
-    busy = sum(float(row["us"]) for row in rows)  # type: ignore[arg-type]
+    busy = sum(float(row["us"]) for row in rows)
     return _rounded(
         {
             "step_us": 1e6 * plain.seconds / steps,

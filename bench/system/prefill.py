@@ -38,6 +38,9 @@ def main() -> None:
     parser.add_argument("--context", type=rig.numbers, default=(0,), help="cached tokens before them")
     parser.add_argument("--split", type=rig.shares, default=(0.5,))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--trace", action="store_true", help="time the phases of one more prompt (in process, on a GPU)"
+    )
     parser.add_argument("--chunk", type=int, default=4096, help="tokens of one step at most")
     arguments = parser.parse_args()
     rig.end_on_sigterm()
@@ -91,7 +94,34 @@ def _measure_in_process(arguments: argparse.Namespace, figures: dict[str, Any]) 
                         run |= describe([span.seconds for span in spans], new, last.experts)
                         run["steps"] = last.steps
                         run["resident_before_after"] = resident[-1]
+                        if arguments.trace and arguments.device == "cuda" and engine.device.type == "cuda":
+                            run["trace_ms"] = _trace(driver, tokens, context)
                         _note(figures, run, arguments.out)
+
+
+def _trace(driver: rig.Driver, tokens: list[int], context: int) -> dict[str, float]:
+    """Milliseconds of each phase of a prompt on the device's stream, and of the copy engine beside it."""
+    import torch
+
+    from freetoken.execution.cuda.trace import Trace
+
+    model = driver.rig.runtime.model
+    copier = getattr(model.stager, "_copier", None)
+    model.program.trace = computing = Trace()
+    copying = Trace()
+    if copier is not None:
+        copier.trace = copying
+    try:
+        driver.start("t", tokens, 1, cached=context)
+        driver.retire("t")
+        torch.cuda.synchronize()
+    finally:
+        model.program.trace = None
+        if copier is not None:
+            copier.trace = None
+    phases = computing.milliseconds() | {f"copier: {name}": ms for name, ms in copying.milliseconds().items()}
+    print("  " + "  ".join(f"{name} {ms:.2f} ms" for name, ms in phases.items()), flush=True)
+    return {name: round(ms, 3) for name, ms in phases.items()}
 
 
 def describe(seconds: list[float], new: int, experts: ExpertCounters) -> dict[str, Any]:

@@ -195,7 +195,7 @@ class LoadedStore:
             stream.seek(offset)
             done = 0
             while done < size:
-                count = stream.readinto(view[done:])  # type: ignore[attr-defined]
+                count = stream.readinto(view[done:])
                 if not count:
                     raise OSError(f"{path} ends before byte {offset + size}")
                 done += count
@@ -292,7 +292,7 @@ class Span:
     seconds: float = 0.0
     steps: int = 0
     experts: ExpertCounters = field(default_factory=ExpertCounters)
-    tokens: dict[str, list[int]] = field(default_factory=dict)
+    tokens: dict[str, list[int | None]] = field(default_factory=dict)
 
 
 class Driver:
