@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -9,7 +10,7 @@ import shlex
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,13 +147,35 @@ def start_local(config: RayConfig, dashboard: bool | None = None) -> Cluster:
     """Start a cluster that ends with this process."""
     for name, value in _LOCAL_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    context = _init(
-        address="local",
-        namespace=config.namespace,
-        include_dashboard=config.dashboard if dashboard is None else dashboard,
-        object_store_memory=max(config.object_store_bytes, 80 * 1024**2),
-    )
+    others = psutil.Process().children()
+    try:
+        context = _init(
+            address="local",
+            namespace=config.namespace,
+            include_dashboard=config.dashboard if dashboard is None else dashboard,
+            object_store_memory=max(config.object_store_bytes, 80 * 1024**2),
+        )
+    except BaseException:
+        _end_children(others)
+        raise
     return _describe(context, context.address_info["gcs_address"], started_here=True, python=None)
+
+
+def _end_children(spared: Sequence[psutil.Process]) -> None:
+    """End a cluster that is half started. Ray ends its daemons itself, but agents that a raylet has only just started
+    outlive it."""
+    daemons = [process for process in psutil.Process().children() if process not in spared]
+    for process in daemons:  # from here on they start nothing
+        with contextlib.suppress(psutil.Error):
+            process.suspend()
+    family = list(daemons)
+    for process in daemons:
+        with contextlib.suppress(psutil.Error):
+            family += process.children(recursive=True)
+    for process in family:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(daemons, timeout=_CONNECT_S)
 
 
 def connect(config: RayConfig) -> Cluster:
