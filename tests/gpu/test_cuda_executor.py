@@ -128,7 +128,7 @@ def test_a_dense_model_with_a_host_sampled_and_a_device_sampled_request(director
 def test_a_step_that_cannot_be_launched_leaves_nothing_behind_and_a_lost_device_is_named(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with CudaRig(launch_of("qwen3", directory, num_slots=0)) as rig:
+    with CudaRig(launch_of("qwen3", directory, num_slots=0), capture=False) as rig:
         executor, table = rig.executor, rig.runtime.model.table
         known = table.slot
 

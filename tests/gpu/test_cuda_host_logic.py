@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from freetoken.messages import RowResult, StepFailed, StepPlan, StepResult, Step
 
 pytest.importorskip("triton", reason="needs triton")
 
+from freetoken.execution.cuda.executor import CudaStepExecutor, Pending
 from freetoken.execution.cuda.host_memory import (
     MailboxWindow,
     RegisteredStore,
@@ -26,6 +28,7 @@ from freetoken.execution.cuda.host_memory import (
 from freetoken.execution.cuda.inputs import RequestTable, StepInputs, StepShape, pack_fields
 from freetoken.execution.cuda.pieces import PIECE_BUCKETS, cut_pieces, query_blocks
 from freetoken.execution.cuda.watchdog import Watchdog
+from freetoken.execution.step_executor import StepLimits
 from freetoken.testing.cuda_rig import HostDriver
 
 LIMIT_S = 20.0
@@ -168,6 +171,29 @@ def test_the_mailbox_window_shows_one_segment_after_the_other_at_the_same_addres
     window.close()
     window.close()
     assert driver.ranges == {}
+
+
+# ------------------------------------------------------------------------------------------------ order of steps
+
+
+def test_only_long_prefill_waits_for_the_step_before() -> None:
+    # As with 8 experts a layer, where staging is soon the cheaper way for prefill.
+    model: Any = SimpleNamespace(
+        weights=SimpleNamespace(spec=SimpleNamespace(vocab_size=10)),
+        long_tokens=lambda tokens: 128 if tokens > 3 else 0,
+        decode_batch=lambda rows: rows if rows <= 8 else None,
+    )
+    executor = CudaStepExecutor(model, None, StepLimits(16, 64, 1024, 256, 0), None)
+
+    def plan(*lengths: int) -> StepPlan:
+        return StepPlan(2, 1, tuple(StepRow(f"r{i}", 0, length, True) for i, length in enumerate(lengths)))
+
+    assert not executor.must_finish_first(plan(100))
+    executor._pending.append(Pending(plan(1), 0))
+    assert executor.must_finish_first(plan(100)) and executor.must_finish_first(plan(1, 1, 2))
+    assert executor.must_finish_first(plan(*[1] * 9))
+    assert not executor.must_finish_first(plan(*[1] * 8))
+    assert not executor.must_finish_first(plan(2)) and not executor.must_finish_first(plan())
 
 
 # ------------------------------------------------------------------------------------------------ pipelining

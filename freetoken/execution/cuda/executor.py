@@ -87,10 +87,16 @@ class CudaStepExecutor:
         """Whether a step under way samples a request of ``plan`` on the host, or ``plan`` is long prefill: that is
         enqueued at the device's pace, and the results of the step before must not wait so long."""
         with self._lock:
-            if self._pending and self._model.long_tokens(sum(row.num_tokens for row in plan.rows)):
+            if self._pending and self._is_long(plan):
                 return True
             names = {draw.state.request_id for step in self._pending for draw in step.draws if draw.on_host}
         return any(row.request_id in names for row in plan.rows)
+
+    def _is_long(self, plan: StepPlan) -> bool:
+        rows = plan.rows
+        if all(row.num_tokens == 1 for row in rows) and self._model.decode_batch(len(rows)) is not None:
+            return False  # whatever would be cheaper for as many tokens of prefill
+        return self._model.long_tokens(sum(row.num_tokens for row in rows)) > 0
 
     def enqueue(self, plan: StepPlan) -> Pending:
         """Launch ``plan``; what goes wrong is in the result's ``failed``."""
