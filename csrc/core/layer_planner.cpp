@@ -57,7 +57,8 @@ bool LayerPlanner::collect(const PublishView& p, const std::int32_t* routes) {
     if (p.admit[t] == 0 || total_routes_ == routes_before) continue;
     ++num_admitting_tokens_;
     for (int k = 0; k < p.top_k; ++k) {
-      if (static_cast<std::uint32_t>(ids[k]) < geometry_.num_experts) ++admitting_of_[ids[k]];
+      const std::int32_t expert = ids[k];  // read once: see write_entries
+      if (static_cast<std::uint32_t>(expert) < geometry_.num_experts) ++admitting_of_[expert];
     }
   }
   for (ExpertUse& use : uses_) use.tokens = admitting_of_[use.expert];
