@@ -68,13 +68,11 @@ synth() {
 }
 
 build() {
-    [[ -d $WHEELS ]] && $PYTHON -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
-        --target /tmp/site "$WHEELS"/*.whl &
-    local wheels=$!
+    if [[ -d $WHEELS ]]; then
+        $PYTHON -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site \
+            "$WHEELS"/*.whl || echo "the wheels could not be installed"
+    fi
     $PYTHON -m pip install -q --no-index --no-build-isolation --no-deps -e .
-    local status=$?
-    wait $wheels
-    return $status
 }
 
 # The model and, beside it, every kernel into Triton's cache.

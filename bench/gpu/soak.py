@@ -48,7 +48,7 @@ def main() -> int:
         with rig.open_rig(store, settings, residency, 1.0) as engine:
             driver = rig.Driver(engine)
             if residency >= 1.0:
-                driver.fill(rig.prompts(index, 16, 32, arguments.seed + 1))
+                driver.fill(rig.prompts(index, 32, arguments.fill_tokens, arguments.seed + 1))
             tokens = [*driver.start("a", prompt, arguments.steps + 1).tokens["a"]]
             experts = ExpertCounters()
             number = 0

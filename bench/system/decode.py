@@ -47,7 +47,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="measured for each stream")
     parser.add_argument("--warm-up", type=int, default=64, help="tokens before them")
     parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--fill-tokens", type=int, default=32, help="of the prompts that make every record resident")
     parser.add_argument("--trace", action="store_true", help="profile decode steps of one stream (in process)")
     parser.add_argument("--mailbox", action="store_true", help="time the mailbox alone (in process, on a GPU)")
     arguments = parser.parse_args()

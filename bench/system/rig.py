@@ -59,6 +59,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ready-timeout", type=float, default=600.0, help="seconds until a launched server must be ready"
     )
+    parser.add_argument("--fill-tokens", type=int, default=32, help="of the prompts that make every record resident")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--out", help="result file (JSON)")
 
