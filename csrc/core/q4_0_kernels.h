@@ -41,6 +41,16 @@ struct alignas(64) Q8Block {
   float scale;
 };
 
+// Rows of n weights that follow one another: n / 2 bytes of nibbles and n / 32 scales each. `next`: what is read after
+// them, to be prefetched towards their end, or null.
+struct Q4Rows {
+  const std::uint8_t* nibbles = nullptr;
+  const std::uint16_t* scales = nullptr;
+  std::int64_t count = 0;
+  const std::uint8_t* next_nibbles = nullptr;
+  const std::uint16_t* next_scales = nullptr;
+};
+
 static constexpr std::int64_t q8_chunks(std::int64_t n) {
   return (n + kQ4Block * Q8Chunk::kBlocks - 1) / (kQ4Block * Q8Chunk::kBlocks);
 }
@@ -51,11 +61,9 @@ struct Q4Kernels {
   void (*quantize_row)(const float* x, std::int64_t n, Q8Chunk* out);
   void (*quantize_block)(const float* x, Q8Block* out);
 
-  // out[r * out_stride + c] = dot(weight row c, activations[r]) (+ bias[c]). Weight rows follow one another: n / 2
-  // bytes of nibbles, n / 32 scales.
-  void (*dot_rows)(const std::uint8_t* nibbles, const std::uint16_t* scales, std::int64_t num_columns, std::int64_t n,
-                   const Q8Chunk* const* activations, std::int64_t num_rows, const float* bias, float* out,
-                   std::int64_t out_stride);
+  // out[r * out_stride + c] = dot(weight row c, activations[r]) (+ bias[c]). Weight rows follow one another.
+  void (*dot_rows)(const Q4Rows& weights, std::int64_t n, const Q8Chunk* const* activations, std::int64_t num_rows,
+                   const float* bias, float* out, std::int64_t out_stride);
 
   // sums[r * sum_stride + i] += activations[r] times one block of output i, for num_outputs (a multiple of 32) outputs.
   // Output i's block lies at nibbles + i * row_blocks * 16, its scale at scales + i * row_blocks. The order of outputs

@@ -37,9 +37,8 @@ void quantize_row(const float* x, std::int64_t n, Q8Chunk* out) {
 
 void quantize_block(const float* x, Q8Block* out) { out->scale = quantize_codes(x, out->low, out->high, out->offsets); }
 
-// Memory this far on comes into the second-level cache while a vector is worked on. Rows follow one another, so that is
-// where the walk will be. Hardware prefetchers stop at every 4 KiB page; measured on Zen 4, this doubles what one core
-// reads while it computes.
+// Memory this far on comes into the second-level cache while a row is worked on. Hardware prefetchers stop at every 4
+// KiB page; measured on Zen 4, this makes one core read a third faster while it computes.
 constexpr std::int64_t kPrefetchBytes = 8192;
 
 inline void prefetch(const void* p, std::int64_t bytes) {
@@ -49,6 +48,23 @@ inline void prefetch(const void* p, std::int64_t bytes) {
 }
 
 // -------------------------------------------------------------------------------------------- rows along the blocks
+
+// What to prefetch while row `row` is worked on: as far on in `weights`, or, past their end, in what comes next.
+// Nibbles of the row itself, which are on their way already, when nothing does.
+struct Ahead {
+  const std::uint8_t* nibbles;
+  const std::uint16_t* scales;
+};
+
+inline Ahead find_ahead(const ft::detail::Q4Rows& weights, std::int64_t blocks, std::int64_t row) {
+  const std::int64_t total = weights.count * blocks;
+  const std::int64_t block = row * blocks + kPrefetchBytes / kBlockBytes;
+  if (block < total) return {weights.nibbles + block * kBlockBytes, weights.scales + block};
+  if (weights.next_nibbles == nullptr) {
+    return {weights.nibbles + row * blocks * kBlockBytes, weights.scales + row * blocks};
+  }
+  return {weights.next_nibbles + (block - total) * kBlockBytes, weights.next_scales + (block - total)};
+}
 
 // kLanes blocks of C weight rows (`stride` blocks apart) and R activation rows.
 template <int R, int C>
@@ -87,21 +103,24 @@ inline void dot_chunk(const std::uint8_t* nibbles, const std::uint16_t* scales, 
 }
 
 template <int R, int C>
-inline void dot_tile(const std::uint8_t* nibbles, const std::uint16_t* scales, std::int64_t blocks,
+inline void dot_tile(const ft::detail::Q4Rows& weights, std::int64_t first, std::int64_t blocks,
                      const Q8Chunk* const* activations, const float* bias, float* out, std::int64_t out_stride) {
+  const std::uint8_t* nibbles = weights.nibbles + first * blocks * kBlockBytes;
+  const std::uint16_t* scales = weights.scales + first * blocks;
+  Ahead ahead[C];
   Vec sum[C][R];
   for (int c = 0; c < C; ++c) {
+    ahead[c] = find_ahead(weights, blocks, first + c);
     for (int r = 0; r < R; ++r) sum[c][r] = vec_zero();
   }
   constexpr std::int64_t kParts = Q8Chunk::kBlocks / kLanes;
   const std::int64_t whole = blocks / kLanes * kLanes;
   for (std::int64_t b = 0; b < whole; b += kLanes) {
-    const std::int64_t at = b / kLanes;
     for (int c = 0; c < C; ++c) {
-      const std::int64_t at_row = c * blocks + b;
-      prefetch(nibbles + at_row * kBlockBytes + kPrefetchBytes, kLanes * kBlockBytes);
-      prefetch(scales + at_row + kPrefetchBytes / kBlockBytes, 1);
+      prefetch(ahead[c].nibbles + b * kBlockBytes, kLanes * kBlockBytes);
+      prefetch(ahead[c].scales + b, 1);
     }
+    const std::int64_t at = b / kLanes;
     dot_chunk<R, C>(nibbles + b * kBlockBytes, scales + b, blocks, activations, at / kParts,
                     static_cast<int>(at % kParts), sum);
   }
@@ -121,30 +140,22 @@ inline void dot_tile(const std::uint8_t* nibbles, const std::uint16_t* scales, s
   for (int r = 0; r < R; ++r) {
     for (int c = 0; c < C; ++c) {
       const float value = vec_reduce_add(sum[c][r]);
-      out[r * out_stride + c] = bias == nullptr ? value : value + bias[c];
+      out[r * out_stride + first + c] = bias == nullptr ? value : value + bias[first + c];
     }
   }
 }
 
 template <int R>
-inline void dot_columns(const std::uint8_t* nibbles, const std::uint16_t* scales, std::int64_t num_columns,
-                        std::int64_t blocks, const Q8Chunk* const* activations, const float* bias, float* out,
-                        std::int64_t out_stride) {
+inline void dot_columns(const ft::detail::Q4Rows& weights, std::int64_t blocks, const Q8Chunk* const* activations,
+                        const float* bias, float* out, std::int64_t out_stride) {
   constexpr int C = kTileColumnsOf(R);
   std::int64_t c = 0;
-  for (; c + C <= num_columns; c += C) {
-    dot_tile<R, C>(nibbles + c * blocks * kBlockBytes, scales + c * blocks, blocks, activations,
-                   bias == nullptr ? nullptr : bias + c, out + c, out_stride);
-  }
-  for (; c < num_columns; ++c) {
-    dot_tile<R, 1>(nibbles + c * blocks * kBlockBytes, scales + c * blocks, blocks, activations,
-                   bias == nullptr ? nullptr : bias + c, out + c, out_stride);
-  }
+  for (; c + C <= weights.count; c += C) dot_tile<R, C>(weights, c, blocks, activations, bias, out, out_stride);
+  for (; c < weights.count; ++c) dot_tile<R, 1>(weights, c, blocks, activations, bias, out, out_stride);
 }
 
-void dot_rows(const std::uint8_t* nibbles, const std::uint16_t* scales, std::int64_t num_columns, std::int64_t n,
-              const Q8Chunk* const* activations, std::int64_t num_rows, const float* bias, float* out,
-              std::int64_t out_stride) {
+void dot_rows(const ft::detail::Q4Rows& weights, std::int64_t n, const Q8Chunk* const* activations,
+              std::int64_t num_rows, const float* bias, float* out, std::int64_t out_stride) {
   static_assert(ft::detail::kQ4TileRows == 4);
   const std::int64_t blocks = n / ft::detail::kQ4Block;
   for (std::int64_t r = 0; r < num_rows; r += 4) {
@@ -152,16 +163,16 @@ void dot_rows(const std::uint8_t* nibbles, const std::uint16_t* scales, std::int
     float* o = out + r * out_stride;
     switch (num_rows - r) {
       case 1:
-        dot_columns<1>(nibbles, scales, num_columns, blocks, a, bias, o, out_stride);
+        dot_columns<1>(weights, blocks, a, bias, o, out_stride);
         break;
       case 2:
-        dot_columns<2>(nibbles, scales, num_columns, blocks, a, bias, o, out_stride);
+        dot_columns<2>(weights, blocks, a, bias, o, out_stride);
         break;
       case 3:
-        dot_columns<3>(nibbles, scales, num_columns, blocks, a, bias, o, out_stride);
+        dot_columns<3>(weights, blocks, a, bias, o, out_stride);
         break;
       default:
-        dot_columns<4>(nibbles, scales, num_columns, blocks, a, bias, o, out_stride);
+        dot_columns<4>(weights, blocks, a, bias, o, out_stride);
     }
   }
 }

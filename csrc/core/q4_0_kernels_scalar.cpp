@@ -72,13 +72,12 @@ std::int32_t dot_block(const std::uint8_t* nibbles, const std::int8_t* low, cons
   return sum;
 }
 
-void dot_rows(const std::uint8_t* nibbles, const std::uint16_t* scales, std::int64_t num_columns, std::int64_t n,
-              const Q8Chunk* const* activations, std::int64_t num_rows, const float* bias, float* out,
-              std::int64_t out_stride) {
+void dot_rows(const Q4Rows& weights, std::int64_t n, const Q8Chunk* const* activations, std::int64_t num_rows,
+              const float* bias, float* out, std::int64_t out_stride) {
   const std::int64_t blocks = n / kQ4Block;
-  for (std::int64_t c = 0; c < num_columns; ++c) {
-    const std::uint8_t* q = nibbles + c * blocks * kQ4BlockBytes;
-    const std::uint16_t* d = scales + c * blocks;
+  for (std::int64_t c = 0; c < weights.count; ++c) {
+    const std::uint8_t* q = weights.nibbles + c * blocks * kQ4BlockBytes;
+    const std::uint16_t* d = weights.scales + c * blocks;
     for (std::int64_t r = 0; r < num_rows; ++r) {
       float sum = 0.0f;
       for (std::int64_t b = 0; b < blocks; ++b) {

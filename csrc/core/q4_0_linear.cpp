@@ -4,13 +4,13 @@
 
 #include "ordered_work.h"
 #include "q4_0_kernels.h"
-#include "work_queue.h"
 
 namespace ft {
 namespace {
 
 // Weight rows of an item; with many activation rows they should stay in the second-level cache while those pass.
 constexpr std::int64_t kGroupBytes = 96 << 10;
+constexpr std::int64_t kAheadBytes = 8192;  // of an item before it begins
 constexpr std::int64_t kMinGroup = 8;
 constexpr std::int64_t kMaxGroup = 64;
 
@@ -32,11 +32,19 @@ void linear_q4_0(WorkerPool& pool, const float* x, std::int64_t rows, std::int64
 
   const auto work = [&](std::byte* memory) {
     auto* quantized_rows = reinterpret_cast<Q8Chunk*>(memory);
-    for (std::int64_t item = queue.take(); item >= 0; item = queue.take()) {
+    const auto prefetch = [&](std::int64_t item) {
+      if (item < rows) return;
+      const std::int64_t first = (item - rows) * group * blocks;
+      const std::int64_t bytes = std::min(kAheadBytes, group * blocks * detail::kQ4BlockBytes);
+      detail::prefetch_range(nibbles + first * detail::kQ4BlockBytes, bytes);
+      detail::prefetch_range(scales + first, bytes / 8);
+    };
+    detail::run_ahead(queue, prefetch, [&](std::int64_t item, const auto& soon) {
       if (item < rows) {
+        soon();
         kernels.quantize_row(x + item * inputs, inputs, quantized_rows + item * chunks);
         quantized.done();
-        continue;
+        return;
       }
       quantized.wait(rows);
       const std::int64_t first = (item - rows) * group;
@@ -45,11 +53,18 @@ void linear_q4_0(WorkerPool& pool, const float* x, std::int64_t rows, std::int64
         const Q8Chunk* activations[detail::kQ4TileRows];
         const std::int64_t together = std::min(detail::kQ4TileRows, rows - r);
         for (std::int64_t i = 0; i < together; ++i) activations[i] = quantized_rows + (r + i) * chunks;
-        kernels.dot_rows(nibbles + first * blocks * detail::kQ4BlockBytes, scales + first * blocks, count, inputs,
-                         activations, together, bias == nullptr ? nullptr : bias + first, out + r * outputs + first,
-                         outputs);
+        const auto at = [&](std::int64_t i) { return nibbles + (first + i) * blocks * detail::kQ4BlockBytes; };
+        const auto scales_at = [&](std::int64_t i) { return scales + (first + i) * blocks; };
+        const auto dot = [&](const detail::Q4Rows& weights, std::int64_t i) {
+          kernels.dot_rows(weights, inputs, activations, together, bias == nullptr ? nullptr : bias + first + i,
+                           out + r * outputs + first + i, outputs);
+        };
+        const std::int64_t half = count / 2;
+        dot({at(0), scales_at(0), half, at(half), scales_at(half)}, 0);
+        if (r + detail::kQ4TileRows >= rows) soon();
+        dot({at(half), scales_at(half), count - half}, half);
       }
-    }
+    });
   };
   const auto bytes = static_cast<std::size_t>(rows * chunks) * sizeof(Q8Chunk);
   if (rows * inputs * outputs <= detail::kSoloWork) {

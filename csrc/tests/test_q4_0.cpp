@@ -123,15 +123,15 @@ void products(const Q4Kernels& kernels) {
       const std::vector<float> bias = random_floats(columns);
       std::vector<float> out(rows * columns);
       std::vector<float> expected(rows * columns);
-      kernels.dot_rows(m.nibbles.data(), m.scales.data(), columns, n, activations.data(), rows, bias.data(), out.data(),
-                       columns);
-      plain.dot_rows(m.nibbles.data(), m.scales.data(), columns, n, activations.data(), rows, bias.data(),
+      kernels.dot_rows({m.nibbles.data(), m.scales.data(), columns}, n, activations.data(), rows, bias.data(),
+                       out.data(), columns);
+      plain.dot_rows({m.nibbles.data(), m.scales.data(), columns}, n, activations.data(), rows, bias.data(),
                      expected.data(), columns);
       for (std::size_t i = 0; i < out.size(); ++i) check_close(out[i], expected[i], 1e-5);
       for (std::int64_t r = 0; r < rows; ++r) {  // a row alone has the same bits
         std::vector<float> alone(columns);
-        kernels.dot_rows(m.nibbles.data(), m.scales.data(), columns, n, &activations[r], 1, bias.data(), alone.data(),
-                         columns);
+        kernels.dot_rows({m.nibbles.data(), m.scales.data(), columns, m.nibbles.data(), m.scales.data()}, n,
+                         &activations[r], 1, bias.data(), alone.data(), columns);
         CHECK(std::memcmp(alone.data(), &out[r * columns], columns * sizeof(float)) == 0);
       }
     }
@@ -170,7 +170,7 @@ void strange_values(const Q4Kernels& kernels) {
     kernels.quantize_row(x.data(), 64, &chunk);
     const Q8Chunk* activations = &chunk;
     float out = 0.0f;
-    kernels.dot_rows(m.nibbles.data(), m.scales.data(), 1, 64, &activations, 1, nullptr, &out, 1);
+    kernels.dot_rows({m.nibbles.data(), m.scales.data(), 1}, 64, &activations, 1, nullptr, &out, 1);
     CHECK(!std::isfinite(out));
   }
 }
