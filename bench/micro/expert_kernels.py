@@ -6,6 +6,7 @@ from memory. The read and the kernels alternate, and the ratio of their best rou
 machine is not the same from one second to the next.
 
     python bench/micro/expert_kernels.py --threads 1 2 --tokens 1 4 16 --out bench/results/expert_kernels.json
+    python bench/micro/expert_kernels.py --dtype q4_0 --out bench/results/expert_kernels_q4_0.json
 """
 
 from __future__ import annotations
@@ -20,34 +21,38 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bench.common import write_result
 from freetoken import _native
-from freetoken.quant.record import RecordLayout, plan_record_layout
+from freetoken.quant.formats import Q4_0, plan_layout
+from freetoken.quant.native_layout import native_layout
+from freetoken.quant.q4_0_record import pack_q4_0_expert, quantize_blocks
+from freetoken.quant.record import RecordLayout
 
 
 def build_store(layout: RecordLayout, layers: int, experts: int) -> tuple[_native.SharedSegment, _native.ExpertStore]:
     """A populated segment of random weights and the store over it."""
     segment = _native.SharedSegment.create("bench", layers * experts * layout.stride_bytes)
     segment.populate()
-    weights = np.random.default_rng(0).normal(0, 0.02, 1 << 20).astype(np.float32)
-    if layout.format == "bf16":
-        weights = (weights.view(np.uint32) >> 16).astype(np.uint16)
-    words = np.frombuffer(memoryview(segment), weights.dtype)
-    for start in range(0, len(words), len(weights)):
-        part = words[start : start + len(weights)]
-        part[:] = weights[: len(part)]
-    fields = [layout.field(name).offset_bytes for name in ("gate", "up", "down")]
-    native = _native.NativeLayout(
-        layout.format,
-        layout.hidden,
-        layout.intermediate,
-        layout.tile_columns,
-        layout.num_tiles,
-        layout.tile_stride_bytes,
-        layout.stride_bytes,
-        *fields,
-    )
+    if layout.format == Q4_0:
+        filling = _q4_0_record(layout)
+    else:
+        weights = np.random.default_rng(0).normal(0, 0.02, 1 << 20).astype(np.float32)
+        filling = weights if layout.format == "f32" else (weights.view(np.uint32) >> 16).astype(np.uint16)
+    words = np.frombuffer(memoryview(segment), filling.dtype)
+    for start in range(0, len(words), len(filling)):
+        part = words[start : start + len(filling)]
+        part[:] = filling[: len(part)]
     offsets = np.arange(layers * experts, dtype=np.int64).reshape(layers, experts) * layout.stride_bytes
-    store = _native.ExpertStore([segment], [native], [0] * layers, np.zeros((layers, experts), np.int32), offsets)
+    store = _native.ExpertStore(
+        [segment], [native_layout(layout)], [0] * layers, np.zeros((layers, experts), np.int32), offsets
+    )
     return segment, store
+
+
+def _q4_0_record(layout: RecordLayout) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """One expert of random weights; every record holds the same bits."""
+    rng = np.random.default_rng(0)
+    shapes = [(layout.intermediate, layout.hidden)] * 2 + [(layout.hidden, layout.intermediate)]
+    gate, up, down = (quantize_blocks(rng.normal(0, 0.02, shape).astype(np.float32)) for shape in shapes)
+    return pack_q4_0_expert(layout, gate, up, down)
 
 
 def measure(
@@ -101,14 +106,14 @@ def main() -> None:
     parser.add_argument("--intermediate", type=int, default=768)
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--dtype", choices=["bf16", "f32"], default="bf16")
+    parser.add_argument("--dtype", choices=["bf16", "f32", "q4_0"], default="bf16")
     parser.add_argument("--store-mib", type=int, default=1200)
     parser.add_argument("--isa", default="auto")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", help="write the result as JSON")
     args = parser.parse_args()
 
-    layout = plan_record_layout(args.dtype, args.hidden, args.intermediate)
+    layout = plan_layout(args.dtype, args.hidden, args.intermediate)
     layers = max(1, (args.store_mib << 20) // (args.experts * layout.stride_bytes))
     segment, store = build_store(layout, layers, args.experts)
     cores = _native.physical_cores()
