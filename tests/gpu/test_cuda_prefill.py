@@ -42,7 +42,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything beyond 8 tokens is put in place, beyond 16 long."""
     monkeypatch.setattr(device_model, "GEMV_EXPERT_TOKENS", 8)
     monkeypatch.setattr(device_model, "LONG_TOKENS", 16)
-    monkeypatch.setattr(device_model, "LONG_STEP", 16)
+    monkeypatch.setattr(device_model, "LONG_STEP", 8)
 
 
 def prompt_of(length: int) -> list[int]:
@@ -59,10 +59,10 @@ def row_of(prompt: list[int], start: int, count: int) -> StepRow:
 @pytest.mark.parametrize(
     ("places", "num_slots", "chunks"),
     [
-        (None, 6, (30,)),  # a whole layer fits each half
-        (10, 6, (20, 17)),  # it does not; two chunks, the second with what the first has left in the slots
+        (None, 6, (24,)),  # a whole layer fits each half
+        (10, 6, (17, 17)),  # it does not; two chunks, the second with what the first has left in the slots
         (0, 4, (23,)),  # no staging at all
-        (None, 16, (18, 18)),  # nearly everything becomes resident
+        (None, 16, (17, 17)),  # nearly everything becomes resident
     ],
 )
 def test_long_pieces_equal_the_oracle(
@@ -79,7 +79,7 @@ def test_long_pieces_equal_the_oracle(
         assert (model.stager is None) == (places == 0)
         total, start = None, 0
         for number, count in enumerate(chunks):
-            assert model.long_tokens(count) == -(-count // 16) * 16
+            assert model.long_tokens(count) == -(-count // 8) * 8
             result = ok(rig.executor.execute(StepPlan(number + 1, 1, (row_of(prompt, start, count),))))
             start += count
             total = result.experts if total is None else total + result.experts

@@ -275,7 +275,7 @@ class DeviceModel:
         return self._long
 
     def staged_step(self, step_id: int) -> StagedStep | None:
-        """How a long piece of this step gets its records; None when no slot is missing one or there is no buffer."""
+        """How a long piece of this step gets its records ahead of time; None when there is no buffer for that."""
         if self.plane is None or self.stager is None or self.stager.capacity == 0:
             return None
         return StagedStep(self.stager, self.plane, step_id)

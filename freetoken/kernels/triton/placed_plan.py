@@ -52,7 +52,7 @@ def _write_routes_kernel(
     tl.store(pointer_to(admit_out, tl.uint8) + cell, admit, mask=token)
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit
 def _write_rows_kernel(hidden_ptr, hidden_out, size, BLOCK: tl.constexpr):
     cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(hidden_ptr + cell, mask=cell < size, other=0.0)
@@ -207,7 +207,7 @@ def await_placed_plan(
     )
 
 
-@triton.jit(do_not_specialize=["words"])
+@triton.jit
 def _copy_kernel(counts_ptr, copies_ptr, words, BLOCK: tl.constexpr):
     chunks = tl.cdiv(words, BLOCK)
     total = tl.load(counts_ptr) * chunks
@@ -222,5 +222,6 @@ def _copy_kernel(counts_ptr, copies_ptr, words, BLOCK: tl.constexpr):
 
 
 def copy_records(plan: DevicePlan, copies: Tensor, size_bytes: int, grid: int) -> None:
-    """Make the copies that ``await_placed_plan`` asks for; records have ``size_bytes`` bytes (a multiple of 4)."""
+    """Make the copies that ``await_placed_plan`` asks for; records have ``size_bytes`` bytes (a multiple of 4; of 64 for
+    wide loads)."""
     _copy_kernel[(grid,)](plan.counts, copies, size_bytes // 4, BLOCK=4096, num_warps=8)
