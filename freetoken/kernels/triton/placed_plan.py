@@ -222,6 +222,6 @@ def _copy_kernel(counts_ptr, copies_ptr, words, BLOCK: tl.constexpr):
 
 
 def copy_records(plan: DevicePlan, copies: Tensor, size_bytes: int, grid: int) -> None:
-    """Make the copies that ``await_placed_plan`` asks for; records have ``size_bytes`` bytes (a multiple of 4; of 64 for
-    wide loads)."""
+    """Make the copies that ``await_placed_plan`` asks for. Records have ``size_bytes`` bytes: a multiple of 4, for wide
+    loads of 64."""
     _copy_kernel[(grid,)](plan.counts, copies, size_bytes // 4, BLOCK=4096, num_warps=8)
