@@ -27,7 +27,7 @@ HTTP_TOKENS=${HTTP_TOKENS:-256}
 FILL=${FILL:-32}
 RESIDENCY=${RESIDENCY:-1.0,0.25}
 KV=${KV:-16384}
-SOAK=${SOAK:---steps 10000 --every 500 --residency 0.05}
+SOAK=${SOAK:---steps 10000 --every 250 --residency 0.05}
 ARCH=${ARCH:-90}
 
 mkdir -p "$OUT"

@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--streams", type=rig.numbers, default=(1,), help="concurrent requests, such as 1,4")
     parser.add_argument("--tokens", type=int, default=128, help="measured for each stream")
     parser.add_argument("--warm-up", type=int, default=64, help="tokens before them")
+    parser.add_argument("--repeats", type=int, default=3, help="measured rounds over HTTP; the median counts")
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--trace", action="store_true", help="profile decode steps of one stream (in process)")
     parser.add_argument("--mailbox", action="store_true", help="time the mailbox alone (in process, on a GPU)")
@@ -380,10 +381,12 @@ def _measure_server(
         first = _counters(url)
         single = _concurrently(url, prompts, 1)
         second = _counters(url)
-        results = _concurrently(url, prompts, arguments.tokens)
+        rounds = [_concurrently(url, prompts, arguments.tokens) for _ in range(arguments.repeats)]
+        results = [result for one in rounds for result in one]
         third = _counters(url)
         # Less what the prompts' (mostly cached) tokens did, which the second round shows.
-        delta = {key: third[key] - 2 * second[key] + first[key] for key in third}
+        repeats = arguments.repeats
+        delta = {key: third[key] - second[key] - repeats * (second[key] - first[key]) for key in third}
         experts = ExpertCounters(
             **{
                 name: int(delta[f"expert_{name}_total"])

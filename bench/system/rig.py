@@ -124,12 +124,9 @@ def settings_of(arguments: argparse.Namespace, **sections: dict[str, Any]) -> di
 
 def serve(arguments: argparse.Namespace, checkpoint: Path, flags: Sequence[str]) -> EngineProcess:
     """A context manager: ``freetoken launch`` with these flags."""
-    return EngineProcess(
-        str(checkpoint),
-        *flags,
-        ready_timeout_s=arguments.ready_timeout,
-        stop_timeout_s=min(60.0, arguments.ready_timeout),
-    )
+    limit_s = arguments.ready_timeout
+    stop_s = min(60.0, max(5.0, limit_s / 5))
+    return EngineProcess(str(checkpoint), *flags, ready_timeout_s=limit_s, stop_timeout_s=stop_s)
 
 
 def vram_for(index: FtwIndex, model: str, settings: dict[str, Any], residency: float) -> int:
