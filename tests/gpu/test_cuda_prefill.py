@@ -25,7 +25,7 @@ if not ON_GPU and not triton.knobs.runtime.interpret:
 
 from freetoken.execution.cuda import device_model, expert_kernels  # noqa: E402
 from freetoken.execution.cuda.prefill_costs import PrefillCosts  # noqa: E402
-from freetoken.execution.cuda.staging import Stager, plan_copies  # noqa: E402
+from freetoken.execution.cuda.staging import NothingMissing, RecordSources, StagedStep, Stager, plan_copies  # noqa: E402
 from freetoken.testing.cuda_rig import CudaRig, HostCopier, HostDriver  # noqa: E402
 from tests.gpu.test_cuda_executor import GREEDY, TOLERANCE, launch_of, ok  # noqa: E402
 
@@ -190,6 +190,52 @@ def test_no_long_pieces_where_some_records_cannot_be_read(directory: Path) -> No
     limit = FtwIndex.load(launch.checkpoint).expert_bytes - 1
     with CudaRig(launch, driver=HostDriver(limit_bytes=limit)) as rig:
         assert rig.runtime.model.long_tokens(100) == 0
+
+
+class Diary(HostCopier):
+    """Writes down the order of calls; copies nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+
+    def copy(self, destination: int, source: int, size_bytes: int) -> None:
+        self.copied.append((destination, source, size_bytes))
+
+    def begin(self, half: int) -> None:
+        self.log.append(f"copy {half}")
+
+    def wait(self, half: int) -> None:
+        self.log.append(f"use {half}")
+
+    def release(self, half: int) -> None:
+        self.log.append(f"free {half}")
+
+
+def test_a_half_is_filled_after_it_was_released_and_used_after_it_was_filled() -> None:
+    layers, experts, stride = 5, 4, 4096
+    addresses = (np.arange(layers * experts, dtype=np.int64) * stride + (1 << 20)).reshape(layers, experts)
+    sources = RecordSources(addresses, np.zeros((layers, experts), np.int32))
+    copier = Diary()
+    device = torch.device("cpu")
+    stager = Stager(copier, sources, (stride,) * layers, 1 << 30, 14 * stride, device)
+    assert (stager.capacity, stager.num_spares, stager.spares[0]) == (4, 4, (1 << 30) + 8 * stride)
+    missing = NothingMissing(layers, experts)
+    missing.slot_of[...] = -1
+    step = StagedStep(stager, missing, 1)
+    step.begin()
+    for layer in range(layers):
+        base = (1 << 30) + layer % 2 * 4 * stride
+        assert stager.table(layer).tolist() == [base + i * stride for i in range(experts)]
+        assert copier.copied[-1] == (base, int(addresses[layer, 0]), 4 * stride)
+        stager.wait(layer)
+        step.after(layer)
+    used = [f"{what} {layer % 2}" for layer in range(layers) for what in ("use", "free")]
+    copies = [f"copy {layer % 2}" for layer in range(layers)]
+    expected = ["free 0", "free 1", copies[0]]
+    for layer in range(layers):
+        expected += used[2 * layer : 2 * layer + 2] + copies[layer + 1 : layer + 2]
+    assert copier.log == expected and len(copier.copied) == layers
 
 
 def test_neighbouring_records_are_one_copy() -> None:
