@@ -21,6 +21,7 @@ TOTAL=${TOTAL:-400}
 PARTS=${PARTS:-build model decode prefill http tests soak}
 SPLITS=${SPLITS:-0.25,0.4,0.5,0.6}
 HTTP_SPLIT=${HTTP_SPLIT:-}
+PREFILL_SPLITS=${PREFILL_SPLITS:-0.3,0.5}
 NEW=${NEW:-16,512,4096}
 TOKENS=${TOKENS:-200}
 HTTP_TOKENS=${HTTP_TOKENS:-256}
@@ -118,7 +119,7 @@ wanted decode && part decode 70 $PYTHON bench/system/decode.py "${COMMON[@]}" --
     --out "$OUT/decode.json"
 
 wanted prefill && part prefill 40 $PYTHON bench/system/prefill.py "${COMMON[@]}" --in-process --residency 0.25 \
-    --new "$NEW" --split 0.5 --repeats 3 --kv-tokens "$KV" --trace --out "$OUT/prefill.json"
+    --new "$NEW" --split "$PREFILL_SPLITS" --repeats 3 --kv-tokens "$KV" --trace --out "$OUT/prefill.json"
 
 if wanted http; then
     # The split that was best in process.

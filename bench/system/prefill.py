@@ -25,6 +25,7 @@ from bench.common import write_result
 from bench.system import decode, rig
 from bench.system.client import actor_metrics, stream
 from freetoken.checkpoint.ftw import FtwIndex
+from freetoken.config.loader import merge
 from freetoken.messages import ExpertCounters
 
 _COUNTED = ("hits", "fetches", "cpu", "fetched_bytes", "cpu_bytes", "layer_steps")
@@ -71,7 +72,9 @@ def _measure_in_process(arguments: argparse.Namespace, figures: dict[str, Any]) 
     figures["mode"] = "in process"
     for residency in arguments.residency:
         for split in arguments.split:
-            with rig.open_rig(store, settings, residency, split) as engine:
+            # The device's cost model looks at the setting.
+            own = merge(settings, {"experts": {"split": f"q={split}"}})
+            with rig.open_rig(store, own, residency, split) as engine:
                 driver = rig.Driver(engine)
                 # Fill the slots as decoding would have, and compile what is compiled at first use.
                 for number, length in enumerate((64, 512)):
