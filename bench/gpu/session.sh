@@ -102,7 +102,7 @@ df -h "$SCRATCH" | cat
 nvidia-smi --query-gpu=name,driver_version,memory.total,pcie.link.gen.current,pcie.link.width.current --format=csv,noheader \
     2>/dev/null
 
-wanted build && part build 45 bash -c build
+wanted build && part build 70 bash -c build
 if wanted model; then
     if ! part model 65 bash -c model && [[ ! -f $MODEL/ftw.json ]]; then
         LAYERS=8
