@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "cpu_info.h"
+
 namespace ft {
 namespace {
 
@@ -65,6 +67,9 @@ CpuCounters CpuServer::counters() const {
 
 void CpuServer::serve() {
   pthread_setname_np(pthread_self(), "ft-cpu");
+  // This thread is worker 0 of the pool's sections. Left to wander it can land on the core of a pinned worker that
+  // spins, and then both wait for a time slice in the middle of a layer.
+  if (pool_->core_id(0) >= 0) pin_current_thread(pool_->core_id(0));
   Ring<CpuShare>& ring = mailbox_->ring();
   const auto ready = [&] { return !ring.empty() || mailbox_->aborted() || stopping_.load(std::memory_order_seq_cst); };
   for (;;) {

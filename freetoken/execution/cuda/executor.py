@@ -156,7 +156,7 @@ class CudaStepExecutor:
                 pending.host_logits = self._copy_logits(logits, draws)
             pending.report = model.report.download(shape.samples)
             if model.on_gpu:
-                pending.event = torch.cuda.Event()
+                pending.event = torch.cuda.Event(blocking=True)  # a waiter that spins takes a core from the CPU experts
                 pending.event.record()
         pending.draws = draws
         for row, state in running:
