@@ -4,6 +4,7 @@
 
 #include "ordered_work.h"
 #include "q4_0_kernels.h"
+#include "work_queue.h"
 
 namespace ft {
 namespace {
@@ -32,39 +33,27 @@ void linear_q4_0(WorkerPool& pool, const float* x, std::int64_t rows, std::int64
 
   const auto work = [&](std::byte* memory) {
     auto* quantized_rows = reinterpret_cast<Q8Chunk*>(memory);
-    const auto prefetch = [&](std::int64_t item) {
-      if (item < rows) return;
-      const std::int64_t first = (item - rows) * group * blocks;
-      const std::int64_t bytes = std::min(kAheadBytes, group * blocks * detail::kQ4BlockBytes);
-      detail::prefetch_range(nibbles + first * detail::kQ4BlockBytes, bytes);
-      detail::prefetch_range(scales + first, bytes / 8);
-    };
-    detail::run_ahead(queue, prefetch, [&](std::int64_t item, const auto& soon) {
+    for (std::int64_t item = queue.take(); item >= 0; item = queue.take()) {
       if (item < rows) {
-        soon();
         kernels.quantize_row(x + item * inputs, inputs, quantized_rows + item * chunks);
         quantized.done();
-        return;
+        continue;
       }
-      quantized.wait(rows);
       const std::int64_t first = (item - rows) * group;
-      const std::int64_t count = std::min(group, outputs - first);
+      const detail::Q4Rows weights{nibbles + first * blocks * detail::kQ4BlockBytes, scales + first * blocks,
+                                   std::min(group, outputs - first)};
+      const std::int64_t ahead = std::min(kAheadBytes, weights.count * blocks * detail::kQ4BlockBytes);
+      detail::prefetch_range(weights.nibbles, ahead);
+      detail::prefetch_range(weights.scales, ahead / 8);
+      quantized.wait(rows);
       for (std::int64_t r = 0; r < rows; r += detail::kQ4TileRows) {
         const Q8Chunk* activations[detail::kQ4TileRows];
         const std::int64_t together = std::min(detail::kQ4TileRows, rows - r);
         for (std::int64_t i = 0; i < together; ++i) activations[i] = quantized_rows + (r + i) * chunks;
-        const auto at = [&](std::int64_t i) { return nibbles + (first + i) * blocks * detail::kQ4BlockBytes; };
-        const auto scales_at = [&](std::int64_t i) { return scales + (first + i) * blocks; };
-        const auto dot = [&](const detail::Q4Rows& weights, std::int64_t i) {
-          kernels.dot_rows(weights, inputs, activations, together, bias == nullptr ? nullptr : bias + first + i,
-                           out + r * outputs + first + i, outputs);
-        };
-        const std::int64_t half = count / 2;
-        dot({at(0), scales_at(0), half, at(half), scales_at(half)}, 0);
-        if (r + detail::kQ4TileRows >= rows) soon();
-        dot({at(half), scales_at(half), count - half}, half);
+        kernels.dot_rows(weights, inputs, activations, together, bias == nullptr ? nullptr : bias + first,
+                         out + r * outputs + first, outputs);
       }
-    });
+    }
   };
   const auto bytes = static_cast<std::size_t>(rows * chunks) * sizeof(Q8Chunk);
   if (rows * inputs * outputs <= detail::kSoloWork) {
