@@ -66,6 +66,7 @@ class StepExecutor:
                 message = str(error)
                 logger.error("event=step_invalid step=%d detail=%r", plan.step_id, message)
             elif isinstance(error, RuntimeError) and str(error) == "aborted":  # somebody asked for it
+                message = "it was interrupted, the engine is recovering"
                 logger.info("event=step_aborted step=%d", plan.step_id)
             else:
                 logger.exception("event=step_failed step=%d", plan.step_id)
