@@ -156,9 +156,8 @@ def plan_cores(
     """(CpuExecutor's cores, device cores). Disjoint when there are enough; with few cores both share them unpinned.
 
     On the CPU device the cores are halved between the two when misses go to CpuExecutor, else the device takes all.
-    On a GPU a quarter of the cores, at least two, stay free for the threads that drive it: the mailbox server spins, the
-    step threads launch and wait, and a CPU worker that has to share its core delays a whole layer. Two DDR channels or
-    eight are saturated by fewer threads than that leaves.
+    On a GPU a quarter of the cores, at least two, stay free for the threads that drive it: the mailbox server spins,
+    the step threads launch and wait, and a CPU worker that has to share its core delays a whole layer.
     """
     cores = tuple(cores)
     if config.device == "cuda":
