@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
-# The CPU build of torch: override with TORCH_INDEX= (empty) to take whatever the default index offers.
+# torch comes from the default package index; TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the CPU build.
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 
