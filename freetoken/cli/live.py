@@ -79,6 +79,9 @@ class View(abc.ABC):
         return
 
 
+_SMALLEST_LOAD_BYTES = 4096
+
+
 class PlainView(View):
     """A line for every change that matters; reads no figures."""
 
@@ -97,8 +100,10 @@ class PlainView(View):
                 self._decile = decile
                 self.line(f"loading {health.what}: {_progress_text(health.done_bytes, health.total_bytes)}")
         elif (text := f"{health.state}{': ' * bool(health.detail)}{health.detail}") != self._last:
+            is_first = not self._last and overview.phase is Phase.READY  # `ready` has its own line
             self._last = text
-            self.line(text)
+            if not is_first:
+                self.line(text)
 
     def stopping(self) -> None:
         self.line("stopping")
@@ -183,4 +188,6 @@ def actor_table(overview: Overview) -> Table:
 
 
 def _progress_text(done_bytes: int, total_bytes: int) -> str:
-    return f"{format_bytes(done_bytes)} of {format_bytes(total_bytes)}" if total_bytes else ""
+    if total_bytes < _SMALLEST_LOAD_BYTES:  # not bytes, but graphs being captured
+        return f"{done_bytes} of {total_bytes}" if total_bytes else ""
+    return f"{format_bytes(done_bytes)} of {format_bytes(total_bytes)}"

@@ -130,7 +130,7 @@ class EngineConfig(_Section):
     """Everything ``freetoken launch`` can be told."""
 
     model: str = Field(description="FTW directory, Hugging Face checkpoint directory, GGUF file or hub name.")
-    served_model_name: str | None = Field(None, description="Name in the API; defaults to the directory's name.")
+    served_model_name: str | None = Field(None, description="Name in the API; unset: that of the directory or file.")
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where dense layers and cached experts run.")
     runtime: Literal["ray", "local"] = Field("ray", description="Actors on Ray, or all in one process.")
     vram: Bytes | None = Field(

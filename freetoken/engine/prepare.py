@@ -66,7 +66,13 @@ def plan_launch(config: EngineConfig, checkpoint: Path, machine: MachineInfo) ->
         plan=plan,
         checkpoint=str(checkpoint),
         fingerprint=index.fingerprint,
-        served_model_name=config.served_model_name or Path(config.model).name or config.model,
+        served_model_name=config.served_model_name or _base_name(config.model),
         layouts=index.layouts,
         layer_layout=index.layer_layout,
     )
+
+
+def _base_name(model: str) -> str:
+    """Of a directory or hub name, or of a GGUF file without its suffix."""
+    path = Path(model)
+    return (path.stem if path.suffix.lower() == ".gguf" else path.name) or model

@@ -105,8 +105,8 @@ class ApiFrontService(Service):
         )
 
     def progress(self) -> tuple[int, int, str]:
-        """Steps, not bytes: listening, tokenizer."""
-        return (int(self._port > 0) + int(self._context.text is not None), 2, "tokenizer")
+        """A name while the tokenizer is read; that has no size worth a bar."""
+        return (0, 0, "" if self._context.text is not None else "tokenizer")
 
     async def _listen(self) -> None:
         server = self.spec.config.server

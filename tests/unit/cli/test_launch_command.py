@@ -216,7 +216,10 @@ def test_plain_lines_are_few(spec: LaunchSpec) -> None:
         view.update(overview_in(Phase.STARTING, done=done))
     for _ in range(20):
         view.update(overview_in(Phase.READY))
-    assert len(printed(view).splitlines()) == 12
+    assert len(printed(view).splitlines()) == 11  # that it is ready is told by `ready`, with the address
+    view.update(overview_in(Phase.RECOVERING))
+    view.update(overview_in(Phase.READY))
+    assert printed(view).splitlines()[12:] == ["ready"]
 
 
 def parse(*arguments: str) -> argparse.Namespace:
