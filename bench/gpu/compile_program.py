@@ -3,9 +3,10 @@
     python bench/gpu/compile_program.py [--arch 90] [--jobs 8] [--dtype bf16] [--shape qwen3-30b-a3b]
     [--multiprocessors 132]
 
-Shows that the layer program fits its kernels for an architecture, and saves a machine whose GPU should not wait for
-compilers the time. Runs the program on CPU tensors with launches turned into compilations; exit status 1 when one
-fails.
+``--shape`` is a shape that can be made up, or one of the tiny models of the tests (needs `transformers`); ``--dtype
+f32`` is what their oracle tests run. Shows that the layer program fits its kernels for an architecture, and saves a
+machine whose GPU should not wait for compilers the time. Runs the program on CPU tensors with launches turned into
+compilations; exit status 1 when one fails.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from bench.gpu.compile import OfflineDriver, Recorder
 
 
 def build_model(shape: str, dtype: str, multiprocessors: int, max_samples: int):  # type: ignore[no-untyped-def]
-    """A DeviceModel of one expert layer with uninitialised weights, on CPU tensors."""
+    """A DeviceModel with uninitialised weights, on CPU tensors: one layer of a made-up shape, or a whole tiny model."""
     from freetoken._native import Mailbox, SharedSegment
     from freetoken.checkpoint.synthetic.shapes import shape_config
     from freetoken.execution.cuda.arena import CudaArena
@@ -43,9 +44,14 @@ def build_model(shape: str, dtype: str, multiprocessors: int, max_samples: int):
     from freetoken.quant.q4_0_record import plan_q4_0_layout
     from freetoken.quant.record import plan_record_layout
     from freetoken.testing.cuda_rig import HostCopier, HostDriver
+    from freetoken.testing.tiny_checkpoints import load_tiny_checkpoint
+    from freetoken.testing.tiny_models import TINY_MODELS
 
-    config = shape_config(shape, {"layers": 1})
-    spec = parse_model_config(config)
+    if shape in TINY_MODELS:
+        spec = load_tiny_checkpoint(shape).spec
+    else:
+        spec = parse_model_config(shape_config(shape, {"layers": 1}))
+    compute_dtype = torch.float32 if dtype == "f32" else torch.bfloat16
     device = torch.device("cpu")
     weights: dict[str, torch.Tensor | Q4_0Weight] = {}
     for name, size in dense_tensor_names(spec).items():
@@ -54,28 +60,34 @@ def build_model(shape: str, dtype: str, multiprocessors: int, max_samples: int):
             nibbles = torch.zeros((size[0], size[1] // 2), dtype=torch.uint8)
             weights[name] = Q4_0Weight(nibbles, torch.zeros((size[0], size[1] // 32), dtype=torch.float16))
         else:
-            weights[name] = torch.zeros(size, dtype=torch.bfloat16)
-    dense = DenseWeights.upload(spec, weights, 32768, torch.bfloat16, device)
+            weights[name] = torch.zeros(size, dtype=compute_dtype)
+    dense = DenseWeights.upload(spec, weights, 32768, compute_dtype, device)
+    limits = DeviceLimits(4 * max_samples + 64, max_samples, 4096, 32768, 16)
+    kv = KVGeometry(64, spec.num_layers, 16, spec.num_kv_heads, spec.head_dim, "f32" if dtype == "f32" else "bf16")
+    layers = len(spec.moe_layers)
+    report = ReportBuffers(layers, max_samples, device)
+    if not spec.is_moe:
+        model = DeviceModel(dense, CudaArena(kv, 0, 0, 0, device), None, report, limits)
+        model.num_multiprocessors = multiprocessors
+        model.attach(None)
+        return model
     layout = (
         plan_q4_0_layout(spec.hidden_size, spec.moe_intermediate_size)
         if dtype == "q4_0"
-        else plan_record_layout("bf16", spec.hidden_size, spec.moe_intermediate_size)
+        else plan_record_layout(dtype, spec.hidden_size, spec.moe_intermediate_size)
     )
-    kv = KVGeometry(64, 1, 16, spec.num_kv_heads, spec.head_dim, "bf16")
     arena = CudaArena(kv, 2, layout.stride_bytes, 16 * layout.stride_bytes, device)
-    report = ReportBuffers(1, max_samples, device)
-    geometry = (128, spec.num_experts_per_tok, spec.hidden_size, 1, spec.num_experts, 128, False)
+    geometry = (128, spec.num_experts_per_tok, spec.hidden_size, layers, spec.num_experts, 128, False)
     segment = SharedSegment.create("compile", Mailbox.required_bytes(*geometry))
     mailbox = Mailbox.create(segment, 0, *geometry)
     window = MailboxWindow(HostDriver(), Mailbox.required_bytes(*geometry))
     # Addresses as they are on the machine: above 4 GiB, so 64-bit arguments.
-    records = ExpertRecords(torch.ones((1, spec.num_experts), dtype=torch.int64), (layout,))
+    records = ExpertRecords(torch.ones((layers, spec.num_experts), dtype=torch.int64), (layout,) * layers)
     assert spec.router is not None
     plane = DataPlane(window, records, arena, spec.router, 20.0, report.counts)
-    limits = DeviceLimits(4 * max_samples + 64, max_samples, 4096, 32768, 16)
-    nowhere = np.zeros((1, spec.num_experts), np.int64)
+    nowhere = np.zeros((layers, spec.num_experts), np.int64)
     sources = RecordSources(nowhere, nowhere.astype(np.int32))
-    strides = (layout.stride_bytes,)
+    strides = (layout.stride_bytes,) * layers
     stager = Stager(HostCopier(), sources, strides, arena.staging_address, arena.staging.numel(), device)
     model = DeviceModel(dense, arena, plane, report, limits, stager)
     model.num_multiprocessors = multiprocessors
@@ -88,7 +100,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", type=int, default=90)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "q4_0"))
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "q4_0", "f32"))
     parser.add_argument("--shape", default="qwen3-30b-a3b")
     parser.add_argument("--multiprocessors", type=int, default=132)
     parser.add_argument("--max-samples", type=int, default=32)
@@ -136,10 +148,11 @@ def main() -> int:
                 inputs = model.inputs.device_views(shape)
                 if case.startswith("long"):
                     model.allocate_long_piece()
-                    for staged in (
-                        None,
-                        StagedStep(model.stager, NothingMissing(1, model.weights.spec.num_experts), 0),
-                    ):
+                    ways: list[StagedStep | None] = [None]
+                    if model.stager is not None:
+                        missing = NothingMissing(len(model.weights.spec.moe_layers), model.weights.spec.num_experts)
+                        ways.append(StagedStep(model.stager, missing, 0))
+                    for staged in ways:
                         model.long_piece.run(inputs, 0, 0, (0, 1), 1, size, staged)
                 else:
                     for context in (1, 1 << 20):

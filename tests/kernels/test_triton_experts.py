@@ -6,7 +6,7 @@ import torch
 
 from freetoken.kernels.triton import reference
 from freetoken.kernels.triton.combine import combine
-from freetoken.kernels.triton.expert_gemm import expert_gemm, fetch_records
+from freetoken.kernels.triton.expert_gemm import expert_gemm, fetch_records, largest_step
 from freetoken.kernels.triton.expert_gemv import (
     GemvShape,
     expert_gemv,
@@ -168,7 +168,7 @@ def test_combine_adds_the_cpu_share_only_when_there_is_one():
     assert torch.equal(residual, cpu)
 
 
-@pytest.mark.parametrize(("fmt", "hidden", "intermediate", "columns"), CASES[:4])
+@pytest.mark.parametrize(("fmt", "hidden", "intermediate", "columns"), [*CASES[:4], ("f32", 40, 72, 36)])
 def test_gemm_with_routes_grouped_on_the_device(fmt, hidden, intermediate, columns):
     experts = Experts(fmt, hidden, intermediate, columns)
     dtype = torch.float16 if fmt == "q4_0" else torch.float32
@@ -197,6 +197,10 @@ def test_gemm_with_routes_grouped_on_the_device(fmt, hidden, intermediate, colum
     expected = (expected * weights.flatten()[:, None]).reshape(21, TOP_K, hidden).sum(1)
     expected[5] = 0
     assert relative_error(residual, expected) < limit
+
+
+def test_steps_are_never_shorter_than_a_product_on_the_device_allows():
+    assert [largest_step(size, 64) for size in (768, 96, 48, 40, 72, 7)] == [64, 32, 16, 16, 16, 16]
 
 
 def test_gemm_reads_fetched_records_at_their_destination():

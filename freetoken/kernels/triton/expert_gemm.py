@@ -9,9 +9,9 @@ Records lie in slots or staging: with ``fetched=True`` an entry of kind *fetch* 
 ``fetch_records`` put it. Host memory works too but weights are then read once per row block.
 
 Grid: row blocks * column blocks, fixed for graphs; programs beyond the number of blocks in use return at once. Sizes:
-the hidden and intermediate sizes are multiples of 32 (Q4_0) or 16. Tolerance against ``reference.py``: 1e-2 relative to
-the norm for bfloat16 (both operands and ``act`` are rounded), 2e-3 for float16, 1e-5 for float32 records and
-activations.
+the hidden and intermediate sizes are multiples of 32 (Q4_0); any otherwise, those that are no multiples of 16 with
+masked loads. Tolerance against ``reference.py``: 1e-2 relative to the norm for bfloat16 (both operands and ``act`` are
+rounded), 2e-3 for float16, 1e-5 for float32 records and activations.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="misc"
@@ -30,6 +30,8 @@ from freetoken.kernels.triton.plan import ENTRY_COLUMNS, KIND_FETCH, BlockTable,
 from freetoken.quant.record import RecordLayout
 
 _DTYPES = {"f32": tl.float32, "bf16": tl.bfloat16, "f16": tl.float16}
+# ``tl.dot`` refuses a shorter inner dimension on every NVIDIA card (the interpreter does not).
+_SHORTEST_STEP = 16
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,9 @@ class GemmShape:
 
 
 def largest_step(size: int, limit: int) -> int:
-    """The largest power of two up to ``limit`` that divides ``size``."""
-    return min(limit, size & -size)
+    """The largest power of two up to ``limit`` that divides ``size``, but at least the shortest step of a product on
+    the device: the last step of other sizes reaches beyond the end, which float kernels mask."""
+    return max(_SHORTEST_STEP, min(limit, size & -size))
 
 
 def gemm_shape(layout_format: str, block_routes: int) -> GemmShape:
@@ -116,9 +119,16 @@ def _gate_up_kernel(
             cell = (tile // size + inner * HIDDEN)[:, None]
             k = tl.arange(0, BK)
             for start in tl.range(0, HIDDEN, BK, num_stages=STAGES):
-                gate_w = tl.load(pointer_to(source, DTYPE) + cell + (start + k)[None, :])
-                up_w = tl.load(pointer_to(source + UP, DTYPE) + cell + (start + k)[None, :])
-                x = tl.load(x_rows[None, :] + (start + k)[:, None])
+                if HIDDEN % BK == 0:
+                    gate_w = tl.load(pointer_to(source, DTYPE) + cell + (start + k)[None, :])
+                    up_w = tl.load(pointer_to(source + UP, DTYPE) + cell + (start + k)[None, :])
+                    x = tl.load(x_rows[None, :] + (start + k)[:, None])
+                else:
+                    inside = start + k < HIDDEN
+                    at = cell + (start + k)[None, :]
+                    gate_w = tl.load(pointer_to(source, DTYPE) + at, mask=inside[None, :], other=0.0)
+                    up_w = tl.load(pointer_to(source + UP, DTYPE) + at, mask=inside[None, :], other=0.0)
+                    x = tl.load(x_rows[None, :] + (start + k)[:, None], mask=inside[:, None], other=0.0)
                 gate = dense_dot(gate_w, x, gate)
                 up = dense_dot(up_w, x, up)
         act = silu_mul(gate, up).to(act_ptr.dtype.element_ty)
@@ -155,8 +165,14 @@ def _down_kernel(
             for start in tl.range(0, INTERMEDIATE, BK, num_stages=STAGES):
                 column = start + tl.arange(0, BK)
                 at = (column // TILE_COLUMNS) * (TILE_STRIDE // size) + (column % TILE_COLUMNS) * HIDDEN
-                weight = tl.load(pointer_to(source + DOWN, DTYPE) + at[None, :] + clamped[:, None])
-                x = tl.load(x_rows[None, :] + column[:, None])
+                if INTERMEDIATE % BK == 0:
+                    weight = tl.load(pointer_to(source + DOWN, DTYPE) + at[None, :] + clamped[:, None])
+                    x = tl.load(x_rows[None, :] + column[:, None])
+                else:
+                    inside = column < INTERMEDIATE
+                    cell = pointer_to(source + DOWN, DTYPE) + at[None, :] + clamped[:, None]
+                    weight = tl.load(cell, mask=inside[None, :], other=0.0)
+                    x = tl.load(x_rows[None, :] + column[:, None], mask=inside[:, None], other=0.0)
                 y = dense_dot(weight, x, y)
         out = out_ptr + route.to(tl.int64)[None, :] * HIDDEN + h[:, None]
         tl.store(out, y.to(out_ptr.dtype.element_ty), mask=live[None, :] & (h < HIDDEN)[:, None])
