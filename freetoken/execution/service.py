@@ -148,12 +148,22 @@ class GpuExecutorService(Service):
         is_new = runtime is None
         if runtime is None:
             runtime = await asyncio.to_thread(self._build_runtime, store)
-        if self._on_cuda:  # what can be fetched is known now
-            self._announce(runtime.fetchable)
-        if is_new:
-            # On the thread that will run the steps: PyTorch keeps a team of threads for each caller.
-            await asyncio.to_thread(self._thread.call, runtime.prepare)
-            self._say("")
+        try:
+            if self._on_cuda:  # what can be fetched is known now
+                self._announce(runtime.fetchable)
+            if is_new:
+                # On the thread that will run the steps: PyTorch keeps a team of threads for each caller.
+                await asyncio.to_thread(self._thread.call, runtime.prepare)
+                self._say("")
+        except BaseException as error:
+            if is_new:
+                self._say("")
+                # It has registered the store. A cancelled one may still be preparing on the step thread, which the next
+                # wiring, or the end, waits for before it closes this.
+                self._old_runtime = runtime
+                if isinstance(error, Exception):
+                    await self._close_failed_runtime()
+            raise
         if self.store is store:
             self._runtime = runtime
         else:
@@ -190,6 +200,12 @@ class GpuExecutorService(Service):
         old, self._old_runtime = self._old_runtime, None
         if old is not None:
             await asyncio.to_thread(old.close)
+
+    async def _close_failed_runtime(self) -> None:
+        try:
+            await self._close_old_runtime()
+        except Exception:  # the reason for which it failed is the one to report
+            logger.exception("event=runtime_not_closed epoch=%d", self.epoch)
 
     async def pause(self, reason: str) -> None:
         """Abort the mailbox, drop queued plans, wait for the running step, forget all requests."""

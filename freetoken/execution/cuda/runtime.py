@@ -72,28 +72,34 @@ class CudaRuntime:
         self._warm_mailbox: Mailbox | None = None
         self._watchdog: Watchdog | None = None
         max_samples = max(launch.config.scheduler.max_num_running, 1)
-        report = ReportBuffers(len(spec.moe_layers), max_samples, arena.device)
-        plane = None
-        if spec.is_moe:
-            assert spec.router is not None
-            on_progress(0, 0, "registering the store with the GPU")
-            self._registered = RegisteredStore(
-                driver,
-                store.segments,
-                _record_cuts(index),
-                wanted=[file.kind == "experts" for file in index.files],
-            )
-            layouts = tuple(index.layout_of(layer) for layer in range(len(spec.moe_layers)))
-            table = self._registered.record_addresses(
-                index.record_file, index.record_offset, [layout.stride_bytes for layout in layouts]
-            )
-            self._stager = self._build_stager(driver, layouts)
-            records = ExpertRecords(torch.from_numpy(table).to(arena.device), layouts)
-            self._window = MailboxWindow(driver, Mailbox.required_bytes(*plan_mailbox(launch)))
-            plane = self._build_plane(records, report)
-        self._report, self._plane = report, plane
+        self._report = ReportBuffers(len(spec.moe_layers), max_samples, arena.device)
+        self._plane: DataPlane | None = None
         self._model: DeviceModel | None = None
         self._mailbox: Mailbox | None = None
+        if spec.is_moe:
+            try:
+                self._plane = self._open_plane(driver)
+            except BaseException:
+                self.close()
+                raise
+
+    def _open_plane(self, driver: HostMemoryDriver) -> DataPlane:
+        launch, index, store = self._launch, self._index, self._store
+        self._on_progress(0, 0, "registering the store with the GPU")
+        self._registered = RegisteredStore(
+            driver,
+            store.segments,
+            _record_cuts(index),
+            wanted=[file.kind == "experts" for file in index.files],
+        )
+        layouts = tuple(index.layout_of(layer) for layer in range(len(launch.model.moe_layers)))
+        table = self._registered.record_addresses(
+            index.record_file, index.record_offset, [layout.stride_bytes for layout in layouts]
+        )
+        self._stager = self._build_stager(driver, layouts)
+        records = ExpertRecords(torch.from_numpy(table).to(self._arena.device), layouts)
+        self._window = MailboxWindow(driver, Mailbox.required_bytes(*plan_mailbox(launch)))
+        return self._build_plane(records, self._report)
 
     def _build_plane(self, records: ExpertRecords, report: ReportBuffers) -> DataPlane:
         router = self._launch.model.router

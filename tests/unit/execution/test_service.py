@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from freetoken.checkpoint.streamer_service import WeightStreamerService
 from freetoken.config import EngineConfig
 from freetoken.elastic.machine import MachineInfo
 from freetoken.engine.prepare import plan_launch
-from freetoken.errors import CheckpointError, ConfigError, FreeTokenError, PeerLostError
+from freetoken.errors import CapacityError, CheckpointError, ConfigError, FreeTokenError, PeerLostError
 from freetoken.execution import service as service_module
 from freetoken.execution.service import GpuExecutorService
 from freetoken.experts.cache_service import ExpertCacheService
@@ -307,6 +308,72 @@ async def test_wiring_fails_when_nothing_comes(directory: Path, monkeypatch: pyt
             await group.device.wire(Wiring(1, {name: endpoint.address for name, endpoint in group.endpoints.items()}))
     finally:
         await group.close()
+
+
+class Unprepared:
+    """A runtime that fails when it prepares."""
+
+    fetchable = None
+
+    def __init__(self, closing_fails: bool) -> None:
+        self.closed = 0
+        self._closing_fails = closing_fails
+
+    def prepare(self) -> None:
+        raise CapacityError("device memory is short")
+
+    def close(self) -> None:
+        self.closed += 1
+        if self._closing_fails:
+            raise RuntimeError("the device is lost")
+
+
+@pytest.mark.parametrize("closing_fails", [False, True])
+async def test_a_runtime_that_cannot_prepare_is_closed_and_the_next_wiring_builds_another(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, closing_fails: bool
+) -> None:
+    group = Group(launch_spec("llama", directory))
+    runtime = Unprepared(closing_fails)
+    try:
+        await group.load()
+        monkeypatch.setattr(group.device, "_build_runtime", lambda store: runtime)
+        with pytest.raises(CapacityError, match="short"):
+            await group.wire()
+        assert runtime.closed == 1 and group.device.progress() == (0, 0, "")
+        monkeypatch.undo()
+        await group.wire()
+        tokens, _ = await group.generate(PROMPT, 2, "a")
+        assert tokens == load_tiny_checkpoint("llama").oracle_greedy(PROMPT, 2) and runtime.closed == 1
+    finally:
+        await group.close()
+
+
+async def test_a_wiring_that_is_cancelled_leaves_the_runtime_to_the_end(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(launch_spec("llama", directory))
+    runtime, entered, gate = Unprepared(False), threading.Event(), threading.Event()
+
+    def prepare() -> None:
+        entered.set()
+        assert gate.wait(20.0)
+        assert runtime.closed == 0
+
+    runtime.prepare = prepare  # type: ignore[method-assign]
+    try:
+        await group.load()
+        monkeypatch.setattr(group.device, "_build_runtime", lambda store: runtime)
+        wiring = asyncio.ensure_future(group.wire())
+        await until(entered.is_set)
+        wiring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await wiring
+        assert runtime.closed == 0
+        gate.set()
+    finally:
+        gate.set()
+        await group.close()
+    assert runtime.closed == 1
 
 
 async def test_a_store_of_another_checkpoint_is_refused(directory: Path) -> None:
