@@ -154,6 +154,52 @@ def test_a_step_that_cannot_be_launched_leaves_nothing_behind_and_a_lost_device_
         assert isinstance(failed, StepFailed) and failed.suspects == ("GpuExecutor",)
 
 
+def test_a_step_that_fails_leaves_the_result_of_the_one_before_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = load_tiny_checkpoint("qwen3")
+
+    def broken(*args: object) -> None:
+        raise RuntimeError("cannot be launched")
+
+    with CudaRig(launch_of("qwen3", directory, num_slots=0), capture=False) as rig:
+        executor, expected = rig.executor, tiny.oracle_greedy(PROMPT, 3)
+        decode = [StepRow("a", len(PROMPT) + i, 1, True, True) for i in range(3)]
+        tokens = [ok(executor.execute(StepPlan(1, 1, (first_row(PROMPT),)))).rows[0].token_id]
+        good = executor.enqueue(StepPlan(2, 1, (decode[0],)))
+        monkeypatch.setattr(rig.runtime.model.report, "download", broken)
+        bad = executor.enqueue(StepPlan(3, 1, (decode[1],)))
+        monkeypatch.undo()
+        after = executor.enqueue(StepPlan(4, 1, (decode[1],)))
+        tokens.append(ok(executor.finish(good)).rows[0].token_id)
+        assert tokens == expected[:2]
+        failed = executor.finish(bad)
+        assert isinstance(failed, StepFailed) and "cannot be launched" in failed.message
+        refused = executor.finish(after)
+        assert isinstance(refused, StepResult) and "step 3 failed" in str(refused.rows[0].failure)
+
+
+def test_what_follows_from_a_step_that_failed_is_failed_too(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with CudaRig(launch_of("qwen3", directory, num_slots=0), capture=False) as rig:
+        executor, report = rig.executor, rig.runtime.model.report
+        first = executor.enqueue(StepPlan(1, 1, (first_row(PROMPT), first_row(PROMPT, name="b"))))
+        rows = tuple(StepRow(name, len(PROMPT), 1, True, True) for name in "ab")
+        second = executor.enqueue(StepPlan(2, 1, rows))
+        monkeypatch.setattr(report, "download", lambda samples: 1 / 0)
+        third = executor.enqueue(StepPlan(3, 1, tuple(StepRow(n, len(PROMPT) + 1, 1, True, True) for n in "ab")))
+        monkeypatch.undo()
+        assert second.spared == {"a", "b"} and first.report is not None
+        if first.event is not None:
+            first.event.synchronize()
+        first.report.sums[0] = float("nan")
+        result, following = executor.finish(first), executor.finish(second)
+        assert isinstance(result, StepResult) and isinstance(following, StepResult)
+        assert [row.failure is None for row in result.rows] == [False, True]
+        assert "not finite" in str(result.rows[0].failure)
+        assert [row.failure is None for row in following.rows] == [False, True]
+        assert isinstance(executor.finish(third), StepFailed)
+
+
 def test_wrong_plans_and_an_aborted_mailbox_fail_the_step_only(directory: Path) -> None:
     with CudaRig(launch_of("qwen3_moe", directory, num_slots=6)) as rig:
         wrong = rig.executor.execute(StepPlan(1, 1, (StepRow("nobody", 0, 1, True),)))

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from freetoken.checkpoint.ftw import FtwIndex
-from freetoken.errors import FreeTokenError
-from freetoken.messages import RequestInit, StepPlan, StepRow
+from freetoken.errors import CapacityError, FreeTokenError
+from freetoken.messages import ExpertCounters, RequestInit, StepPlan, StepRow
 from freetoken.testing.tiny_checkpoints import load_tiny_checkpoint
 
 triton = pytest.importorskip("triton", reason="needs triton")
@@ -24,9 +24,11 @@ if not ON_GPU and not triton.knobs.runtime.interpret:
     pytest.skip("needs a CUDA device or TRITON_INTERPRET=1 in the environment", allow_module_level=True)
 
 from freetoken.execution.cuda import device_model, expert_kernels  # noqa: E402
+from freetoken.execution.cuda import executor as executor_module  # noqa: E402
 from freetoken.execution.cuda.prefill_costs import PrefillCosts  # noqa: E402
+from freetoken.execution.cuda.runtime import CudaRuntime  # noqa: E402
 from freetoken.execution.cuda.staging import NothingMissing, RecordSources, StagedStep, Stager, plan_copies  # noqa: E402
-from freetoken.testing.cuda_rig import CudaRig, HostCopier, HostDriver  # noqa: E402
+from freetoken.testing.cuda_rig import CudaRig, HostCopier, HostDriver, load_store  # noqa: E402
 from tests.gpu.test_cuda_executor import GREEDY, TOLERANCE, launch_of, ok  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
@@ -116,6 +118,30 @@ def test_short_pieces_share_with_the_cpu(directory: Path, places: int | None, fr
         assert (result.experts.cpu > 0) == (fraction < 1) and (result.experts.fetches > 0) == (fraction > 0)
 
 
+@pytest.mark.parametrize("places", [None, 0])
+def test_expert_counts_of_several_pieces_are_sums(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, places: int | None
+) -> None:
+    monkeypatch.setattr(executor_module, "PIECE_BUCKETS", (8, 16))
+    launch = launch_of("mixtral", directory, num_slots=5)
+    if places is not None:
+        launch = dataclasses.replace(launch, plan=dataclasses.replace(launch.plan, staging_bytes=places))
+    prompt = prompt_of(27)
+    with CudaRig(launch, fetch_fraction=0.5, capture=False) as rig:
+        rig.runtime.model.costs = None
+        assert rig.runtime.model.long_tokens(21) == 0
+        sums: list[ExpertCounters] = []
+        for number, (start, count) in enumerate(((0, 21), (21, 6))):  # pieces of 16 and 8, then of 8
+            sums.append(ok(rig.executor.execute(StepPlan(number + 1, 1, (row_of(prompt, start, count),)))).experts)
+        layers = len(rig.launch.model.moe_layers)
+        assert [found.layer_steps for found in sums] == [2 * layers, layers]
+        total, counters = sums[0] + sums[1], rig.cache_server.counters()
+        for name in ("hits", "fetches", "cpu", "admitted", "evicted"):
+            assert getattr(total, name) == counters[name], name
+        stride = rig.index.layouts[0].stride_bytes
+        assert (total.fetched_bytes, total.cpu_bytes) == (total.fetches * stride, total.cpu * stride)
+
+
 @pytest.mark.usefixtures("small_sizes")
 def test_residency_that_changes_between_copy_and_use_is_only_slow(
     directory: Path, monkeypatch: pytest.MonkeyPatch
@@ -190,6 +216,31 @@ def test_no_long_pieces_where_some_records_cannot_be_read(directory: Path) -> No
     limit = FtwIndex.load(launch.checkpoint).expert_bytes - 1
     with CudaRig(launch, driver=HostDriver(limit_bytes=limit)) as rig:
         assert rig.runtime.model.long_tokens(100) == 0
+
+
+@pytest.mark.skipif(ON_GPU, reason="registers with a driver of its own")
+@pytest.mark.parametrize("early", [True, False])
+def test_what_was_registered_is_given_back_when_preparing_fails(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, early: bool
+) -> None:
+    def short(*args: object, **keywords: object) -> None:
+        raise CapacityError("device memory is short")
+
+    launch, driver = launch_of("qwen3_moe", directory, num_slots=6), HostDriver()
+    store = load_store(FtwIndex.load(launch.checkpoint))
+    if early:
+        monkeypatch.setattr(CudaRuntime, "_build_stager", short)
+        with pytest.raises(CapacityError):
+            CudaRig(launch, store=store, driver=driver)
+    else:
+        monkeypatch.setattr(device_model.DeviceModel, "prepare", short)
+        runtime = CudaRig(launch, store=store, driver=driver).runtime
+        with pytest.raises(CapacityError):
+            runtime.prepare()
+        assert driver.ranges
+        runtime.close()
+    assert driver.ranges == {}
+    store.close()
 
 
 class Diary(HostCopier):

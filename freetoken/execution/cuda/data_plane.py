@@ -227,8 +227,10 @@ class DataPlane:
         mailbox_kernels.await_part(self.box, self.seq, plan, self.limit_ns)
 
 
-def read_counts(counts: np.ndarray, strides: tuple[int, ...]) -> tuple[ExpertCounters, bool]:
-    """(figures of one step, whether every wait was answered) from the layers' counts [L, 8] on the host."""
+def read_counts(counts: np.ndarray, strides: tuple[int, ...], passes: int = 1) -> tuple[ExpertCounters, bool]:
+    """(figures of one step, whether every wait was answered) from the layers' counts [L, 8] on the host, which are sums
+    over ``passes`` of the layers. Sums of admissions stay below 2^16: a pass admits no more than there are experts, and
+    a step has some dozens at most."""
     hits, fetches, cpu = (counts[:, column].astype(np.int64) for column in (_HITS, _FETCHES, _CPU))
     bytes_of = np.asarray(strides, np.int64)
     counters = ExpertCounters(
@@ -239,7 +241,7 @@ def read_counts(counts: np.ndarray, strides: tuple[int, ...]) -> tuple[ExpertCou
         cpu_bytes=int((cpu * bytes_of).sum()),
         admitted=int((counts[:, _CHANGES] & 0xFFFF).sum()),
         evicted=int((counts[:, _CHANGES] >> 16).sum()),
-        layer_steps=len(counts),
+        layer_steps=len(counts) * passes,
     )
     return counters, not counts[:, _STATUS].any()
 

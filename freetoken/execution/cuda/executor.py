@@ -48,14 +48,17 @@ class Draw:
 
 @dataclass(slots=True)
 class Pending:
-    """An enqueued step. ``failed`` is set when nothing of it runs."""
+    """An enqueued step. ``failed`` is set when nothing of it runs. ``spared``: requests that a later step has failed
+    since, and whose rows of this one are nevertheless good."""
 
     plan: StepPlan
     started_ns: int
+    spared: set[str] = field(default_factory=set)
     states: list[RequestState] = field(default_factory=list)
     failures: list[str | None] = field(default_factory=list)
     draws: list[Draw] = field(default_factory=list)
     report: Report | None = None
+    passes: int = 1
     host_logits: Tensor | None = None
     event: torch.cuda.Event | None = None
     launching: bool = False
@@ -107,6 +110,7 @@ class CudaStepExecutor:
             try:
                 self._enqueue(plan, pending)
             except Exception as error:
+                self._spare_earlier_steps(plan)
                 pending.failed = self._fail(plan, error)
                 pending.draws = []
                 self._abandon(pending)
@@ -114,6 +118,12 @@ class CudaStepExecutor:
         if pending.event is None and self._watchdog is not None:
             self._watchdog.end()
         return pending
+
+    def _spare_earlier_steps(self, plan: StepPlan) -> None:
+        """``plan`` fails before the steps under way are finished: what they have computed stays true."""
+        for earlier in self._pending:
+            sound = {state.request_id for state in earlier.states if state.failure is None}
+            earlier.spared.update(sound.intersection(row.request_id for row in plan.rows))
 
     def _enqueue(self, plan: StepPlan, pending: Pending) -> None:
         model = self._model
@@ -148,7 +158,7 @@ class CudaStepExecutor:
                 batch.launch()
                 inputs, logits = batch.inputs, batch.logits
             else:
-                shape, draws = self._run_pieces(plan.step_id, running, slots)
+                shape, draws, pending.passes = self._run_pieces(plan.step_id, running, slots)
                 inputs, logits = model.inputs.device_views(shape), model.logits[: shape.samples]
             if draws:
                 greedy = all(draw.on_host or draw.state.sampling.temperature == 0.0 for draw in draws)
@@ -224,7 +234,7 @@ class CudaStepExecutor:
 
     def _run_pieces(
         self, step_id: int, running: list[tuple[StepRow, RequestState]], slots: list[int]
-    ) -> tuple[StepShape, list[Draw]]:
+    ) -> tuple[StepShape, list[Draw], int]:
         model = self._model
         lengths = [row.num_tokens for row, _ in running]
         long = model.long_tokens(sum(lengths))
@@ -262,11 +272,15 @@ class CudaStepExecutor:
         model.inputs.upload(shape)
         inputs = model.inputs.device_views(shape)
         model.report.counts.zero_()
+        if len(pieces) > 1:
+            model.report.begin_sum()
         taken = 0
         for number, piece in enumerate(pieces):
             batch = model.long_piece if long else model.piece(piece.bucket)
             context = max(running[part.row][0].start + part.start + part.count for part in piece.parts)
             batch.run(inputs, number, piece.offset, ranges[number], context, piece.bucket, staged)
+            if len(pieces) > 1:
+                model.report.add_counts()
             end = piece.offset + piece.bucket
             here = int(np.searchsorted(logit_tokens, end)) - taken
             if here:
@@ -275,7 +289,9 @@ class CudaStepExecutor:
                 taken += here
         if taken:
             model.program.logits(model.sampled_rows[:taken], model.normed_rows[:taken], model.logits[:taken])
-        return shape, draws
+        if len(pieces) > 1:
+            model.report.end_sum()
+        return shape, draws, len(pieces)
 
     def _fill_tokens(
         self,
@@ -331,12 +347,18 @@ class CudaStepExecutor:
             self._pending.remove(pending)
             if pending.failed is not None:
                 return pending.failed
+            outcome: StepResult | StepFailed
             try:
                 if error is not None:
                     raise error
-                return self._finish(plan, pending)
+                outcome = self._finish(plan, pending)
+                failed = {row.request_id for row in outcome.rows if row.failure is not None}
             except Exception as found:
-                return self._fail(plan, found)
+                outcome = self._fail(plan, found)
+                failed = {row.request_id for row in plan.rows}
+            for later in self._pending:  # they went on from what this step has not computed
+                later.spared -= failed
+            return outcome
 
     def _finish(self, plan: StepPlan, pending: Pending) -> StepResult:
         outcomes: dict[str, Sampled] = {}
@@ -345,7 +367,7 @@ class CudaStepExecutor:
         if report is not None:
             plane = self._model.plane
             if plane is not None:
-                experts, answered = read_counts(report.counts, plane.records.strides)
+                experts, answered = read_counts(report.counts, plane.records.strides, pending.passes)
                 if not answered:
                     raise self._aborted()
             host = iter(self._sample_on_host(pending))
@@ -361,10 +383,14 @@ class CudaStepExecutor:
         rows = []
         for state, failure in zip(pending.states, pending.failures, strict=True):
             found = outcomes.get(state.request_id)
-            if failure is None and found is not None and found.failure is None and state.failure is None:
+            if failure is None and found is not None:
+                failure = found.failure
+            if failure is None and state.request_id not in pending.spared:
+                failure = state.failure
+            if failure is None and found is not None:
                 rows.append(RowResult(state.request_id, found.token_id, found.logprob))
             else:
-                rows.append(RowResult(state.request_id, failure=failure or state.failure))
+                rows.append(RowResult(state.request_id, failure=failure))
         return StepResult(plan.step_id, plan.epoch, tuple(rows), pending.started_ns, time.monotonic_ns(), experts)
 
     def _aborted(self) -> RuntimeError:

@@ -37,9 +37,23 @@ class ReportBuffers:
         self.counts = self._device[:head].view(num_expert_layers, COUNT_COLUMNS)
         self.ids = self._device[head : head + max_samples]
         self.sums = self._device[head + max_samples :].view(torch.float32)
+        self._sum = torch.zeros_like(self.counts)
         pinned = device.type == "cuda"
         self._host = [torch.zeros_like(self._device, device="cpu", pin_memory=pinned) for _ in range(NUM_BUFFERS)]
         self._next = 0
+
+    def begin_sum(self) -> None:
+        """A step of several passes over the layers begins: each pass leaves its own ``counts``."""
+        self._sum.zero_()
+
+    def add_counts(self) -> None:
+        """After each pass. The status column stays what it is from the first wait without an answer on; only whether it
+        is zero is of interest."""
+        self._sum.add_(self.counts)
+
+    def end_sum(self) -> None:
+        """After the last one: ``counts`` become those of all passes."""
+        self.counts.copy_(self._sum)
 
     def download(self, num_samples: int) -> Report:
         """Start the copy on the current stream; the result is valid once the stream has passed this point, and until
