@@ -1,0 +1,1 @@
+"""From the text a model writes to reasoning, answer and tool calls."""
