@@ -16,6 +16,8 @@ from freetoken.messages.kv import (
 )
 from freetoken.messages.requests import (
     AbortRequest,
+    Constraint,
+    ConstraintKind,
     FinishReason,
     LogprobEntry,
     RequestFailure,
@@ -51,6 +53,8 @@ __all__ = [
     "BlockGrant",
     "BlockNeed",
     "BlocksReserved",
+    "Constraint",
+    "ConstraintKind",
     "ExpertCounters",
     "FinishReason",
     "HealthState",

@@ -15,12 +15,44 @@ class FinishReason(str, enum.Enum):
     ERROR = "error"
 
 
+class ConstraintKind(str, enum.Enum):
+    """How ``Constraint.text`` is to be read."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What a request's output must match. Already compiled once by the front, so a mistake in it is a fault here.
+
+    ``text`` is a JSON schema, nothing (any JSON object), a regular expression or a Lark grammar (in the dialect of
+    llguidance, which names special tokens and nests JSON schemas), by ``kind``. The whole output must match it, and can
+    end only then, unless a part of the output is free:
+
+    - ``free_until``: the output is free up to and with the first occurrence of this text (the end of reasoning, or the
+      opening of a tool call), and must match after it. It cannot end before.
+    - ``free_opener``: that part is there only if the output begins with this text; otherwise all of it must match.
+    - ``lazy``: the output may end in the free part, and after each match it is free again up to the next
+      ``free_until``.
+    """
+
+    kind: ConstraintKind
+    text: str = ""
+    free_until: str = ""
+    free_opener: str = ""
+    lazy: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose tokens. Already validated by the front; the defaults are greedy-free OpenAI defaults.
 
     ``temperature == 0`` is greedy. ``top_k == 0`` means no limit. ``seed is None`` lets the engine choose one.
     ``top_logprobs`` is -1 when no logprobs are wanted, else the number of alternatives (0 = chosen token only).
+    ``constraint`` forbids every token that its grammar does not allow; it wins over ``logit_bias`` and ``min_tokens``.
     """
 
     temperature: float = 1.0
@@ -37,6 +69,7 @@ class SamplingParams:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +106,7 @@ class LogprobEntry:
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
     """Why a request could not go on. ``kind`` is one of ``queue_full``, ``context_length_exceeded``,
-    ``engine_restarted``, ``numeric``, ``internal``; ``retryable`` tells the client to come back."""
+    ``engine_restarted``, ``numeric``, ``constraint``, ``internal``; ``retryable`` tells the client to come back."""
 
     kind: str
     message: str

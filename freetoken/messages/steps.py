@@ -88,12 +88,15 @@ class ExpertCounters:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """``token_id`` is None for rows that did not sample. ``failure`` (kind ``numeric``) marks non-finite logits."""
+    """``token_id`` is None for rows that did not sample. ``failure`` says why the request cannot go on; its kind is
+    ``numeric`` (the logits are not finite, so its KV may not be either) or ``constraint`` (nothing is wrong with its
+    KV)."""
 
     request_id: str
     token_id: int | None = None
     logprob: LogprobEntry | None = None
     failure: str | None = None
+    failure_kind: str = "numeric"
 
 
 @dataclass(frozen=True, slots=True)

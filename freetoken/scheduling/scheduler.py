@@ -359,8 +359,9 @@ class Scheduler:
             book.fail(request, RequestFailure("internal", "the step's result lacks this request's row"), now)
             return
         if answer.failure is not None:
-            book.ledger.discard(request)
-            book.fail(request, RequestFailure("numeric", answer.failure), now)
+            if answer.failure_kind == "numeric":
+                book.ledger.discard(request)
+            book.fail(request, RequestFailure(answer.failure_kind, answer.failure), now)
             return
         if request.state is RequestState.RUNNING and request.admission == row.admission:
             book.ledger.computed(request, row.end)
