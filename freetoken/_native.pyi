@@ -269,14 +269,19 @@ class Mailbox:
         """All that a client needs to address the segment by itself; csrc/core/mailbox.h has the protocol.
 
         ``X_offset``: from the start of the segment, of the words' values (req, plan, part, abort: u32) and of the
-        regions (request, hidden, ids, weights, admit, plan_header, entries, routes, slot_of, partial). ``X_field``:
-        within a struct, of request_(seq, layer: u32; step_id: u64; num_tokens, top_k, flags: u32), plan_(seq, num_hits,
-        num_fetches, num_cpu, num_routes, num_admitted, num_evicted: u32) and entry_(expert, kind, source_slot,
-        destination_slot, first_route, num_routes: i32). ``request_bytes, plan_header_bytes, entry_bytes``: sizes.
+        regions (request, hidden, ids, weights, admit, plan_header, entries, routes, slot_of, stamps, partial).
+        ``X_field``: within a struct, of request_(seq, layer: u32; step_id: u64; num_tokens, top_k, flags: u32),
+        plan_(seq, num_hits, num_fetches, num_cpu, num_routes, num_admitted, num_evicted: u32), entry_(expert, kind,
+        source_slot, destination_slot, first_route, num_routes: i32) and stamps_client (i64 published, planned, own,
+        part, seq, one after the other). ``request_bytes, plan_header_bytes, entry_bytes, stamps_bytes``: sizes.
         ``flag_deterministic, flag_device_only, flag_device_client``, ``kind_hit, kind_fetch, kind_cpu``,
         ``abort_NAME``: values. ``max_tokens, top_k, hidden, num_layers, num_experts, max_shared_tokens, route_rows (0,
         1), max_entries``: geometry. ``version, total_bytes``.
         """
+
+    def stamps(self) -> NDArray[np.int64]:
+        """[L, 8] nanoseconds of each layer's latest publish: seen and planned (ExpertCache), taken and done
+        (CpuExecutor), published, plan seen, own share done, CPU share seen (client, on a clock of its own)."""
 
     def abort(self, reason: str = "requested") -> None:
         """All present and future waits on this mailbox fall through; it is dead afterwards. The first reason stays: an
@@ -364,7 +369,9 @@ class CacheServer:
     def set_fetch_fraction(self, fraction: float) -> None: ...
     def counters(self) -> dict[str, int]:
         """hits, fetches, cpu, admitted, evicted, fetched_bytes, cpu_bytes, publishes, plan_ns (cumulative), resident,
-        in_flight."""
+        in_flight. Of publishes whose stamps were found in order, sums of nanoseconds: own_ns (the client's hits and
+        fetches, own_timed of them); and of cpu_timed ones with a CPU share: cpu_ns (its work), cpu_start_ns (from the
+        plan until it began), cpu_wait_ns (the client waited for it), turn_ns (from its end to the next publish)."""
 
     def layer_counters(self) -> NDArray[np.int64]:
         """[L, 3] cumulative hits, fetches, cpu."""

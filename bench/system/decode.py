@@ -195,7 +195,7 @@ def _measure_in_process(arguments: argparse.Namespace, figures: dict[str, Any]) 
                     if index.spec.is_moe:
                         engine.cache_server.set_fetch_fraction(split)
                     driver.decode(arguments.warm_up)
-                    cpu_before = _cpu_busy_s(engine)
+                    cpu_before, cache_before = _cpu_busy_s(engine), _cache_counters(engine)
                     span = driver.decode(arguments.tokens)
                     context = statistics.mean(driver.lengths.values()) - arguments.tokens / 2
                     run: dict[str, Any] = {"residency": residency, "split": split, "streams": streams}
@@ -205,6 +205,7 @@ def _measure_in_process(arguments: argparse.Namespace, figures: dict[str, Any]) 
                         index, span.experts, span.steps, span.seconds, streams, context, rates, on_gpu, all_hit
                     )
                     run["cpu_busy_share"] = round((_cpu_busy_s(engine) - cpu_before) / span.seconds, 3)
+                    run["layer_us"] = layer_times(cache_before, _cache_counters(engine))
                     run["ttft_ms"] = round(1e3 * statistics.median(ttft), 3)
                     _note(figures, run)
                     if arguments.trace and streams == 1 and split == splits[0]:
@@ -242,6 +243,30 @@ def _describe_model(index: FtwIndex) -> dict[str, Any]:
 def _cpu_busy_s(engine: Any) -> float:
     server = getattr(engine, "cpu_server", None)
     return server.counters()["busy_ns"] / 1e9 if server is not None else 0.0
+
+
+def _cache_counters(engine: Any) -> dict[str, int]:
+    server = getattr(engine, "cache_server", None)
+    return dict(server.counters()) if server is not None else {}
+
+
+def layer_times(before: dict[str, int], after: dict[str, int]) -> dict[str, float]:
+    """Microseconds of the stages of an expert layer, from the mailbox's stamps: planning; the device's own share; and,
+    where the CPU had one, how long it took to begin, its work, how long the device waited for it, and from the end of
+    that work to the next layer's publish."""
+    spent = {name: after[name] - before.get(name, 0) for name in after}
+
+    def mean(name: str, count: str) -> float:
+        return round(spent[name] / spent[count] / 1e3, 2) if spent.get(count) else 0.0
+
+    return {
+        "plan": mean("plan_ns", "publishes"),
+        "own": mean("own_ns", "own_timed"),
+        "cpu_start": mean("cpu_start_ns", "cpu_timed"),
+        "cpu": mean("cpu_ns", "cpu_timed"),
+        "cpu_wait": mean("cpu_wait_ns", "cpu_timed"),
+        "turn": mean("turn_ns", "cpu_timed"),
+    }
 
 
 def trace(driver: rig.Driver, on_gpu: bool, steps: int = TRACED_STEPS) -> dict[str, Any]:

@@ -85,6 +85,7 @@ py::dict describe_layout(const Mailbox& mailbox) {
   d["entries_offset"] = o.entries;
   d["routes_offset"] = o.routes;
   d["slot_of_offset"] = o.slot_of;
+  d["stamps_offset"] = o.stamps;
   d["partial_offset"] = o.partial;
 
   d["request_bytes"] = sizeof(RequestHeader);
@@ -111,6 +112,9 @@ py::dict describe_layout(const Mailbox& mailbox) {
   d["entry_destination_slot_field"] = offsetof(PlanEntry, destination_slot);
   d["entry_first_route_field"] = offsetof(PlanEntry, first_route);
   d["entry_num_routes_field"] = offsetof(PlanEntry, num_routes);
+
+  d["stamps_bytes"] = sizeof(LayerStamps);
+  d["stamps_client_field"] = offsetof(LayerStamps, client);
 
   d["flag_deterministic"] = static_cast<std::uint32_t>(kDeterministic);
   d["flag_device_only"] = static_cast<std::uint32_t>(kDeviceOnly);
@@ -241,6 +245,23 @@ void bind_mailbox_class(py::module_& m) {
       .def_property_readonly("epoch", &Mailbox::epoch)
       .def_property_readonly("segment", &Mailbox::segment)
       .def("layout", &describe_layout)
+      .def("stamps",
+           [](Mailbox& mailbox) {
+             const py::ssize_t layers = mailbox.geometry().num_layers;
+             py::array_t<std::int64_t> result({layers, py::ssize_t{8}});
+             std::int64_t* out = result.mutable_data();
+             const auto put = [&out](const std::atomic<std::int64_t>& ns) {
+               *out++ = ns.load(std::memory_order_relaxed);
+             };
+             for (std::uint32_t layer = 0; layer < layers; ++layer) {
+               const LayerStamps& s = mailbox.stamps(layer);
+               for (const auto* ns : {&s.cache.seen, &s.cache.planned, &s.cpu.taken, &s.cpu.done, &s.client.published,
+                                      &s.client.planned, &s.client.own, &s.client.part}) {
+                 put(*ns);
+               }
+             }
+             return result;
+           })
       .def(
           "abort", [](Mailbox& mailbox, const std::string& reason) { mailbox.abort(parse_abort_reason(reason)); },
           py::arg("reason") = "requested")
@@ -329,6 +350,13 @@ void bind_servers(py::module_& m) {
              result["resident"] = c.resident;
              result["in_flight"] = c.in_flight;
              result["plan_ns"] = c.plan_ns;
+             result["own_timed"] = c.timing.own;
+             result["own_ns"] = c.timing.own_ns;
+             result["cpu_timed"] = c.timing.cpu;
+             result["cpu_ns"] = c.timing.cpu_ns;
+             result["cpu_start_ns"] = c.timing.start_ns;
+             result["cpu_wait_ns"] = c.timing.wait_ns;
+             result["turn_ns"] = c.timing.turn_ns;
              return result;
            })
       .def("layer_counters", [](const CacheServer& server) {

@@ -100,6 +100,7 @@ void CacheServer::serve() {
 
 // False after a fault; the mailbox is aborted then.
 bool CacheServer::answer(std::uint32_t seq) {
+  const std::int64_t seen_ns = monotonic_ns();
   const RequestHeader request = mailbox_->request();
   PlanHeader& header = mailbox_->plan_header();
   const PublishView publish{static_cast<int>(request.layer),
@@ -115,10 +116,8 @@ bool CacheServer::answer(std::uint32_t seq) {
   } else if ((request.flags & kDeviceClient) != 0 && !wait_.device_client()) {
     refusal = AbortReason::kNoBell;  // this publish was found by chance
   } else {
-    const std::int64_t start = monotonic_ns();
     refusal = planner_.plan(publish, *slots_, fetch_fraction_.load(std::memory_order_relaxed), in_place_, header,
                             mailbox_->entries(), mailbox_->routes());
-    plan_ns_.add(monotonic_ns() - start);
   }
   if (refusal != AbortReason::kNone) {
     mailbox_->abort(refusal);
@@ -129,8 +128,9 @@ bool CacheServer::answer(std::uint32_t seq) {
   // below.
   const PlanHeader plan = header;
   count(publish.layer, plan);
+  const std::int64_t planned_ns = monotonic_ns();
+  plan_ns_.add(planned_ns - seen_ns);
   mailbox_->plan().publish(seq);
-  if (plan.num_cpu == 0) return true;
   CpuShare share{};
   share.step_id = request.step_id;
   share.seq = seq;
@@ -140,11 +140,60 @@ bool CacheServer::answer(std::uint32_t seq) {
   share.flags = request.flags;
   share.first_entry = plan.num_hits + plan.num_fetches;
   share.num_entries = plan.num_cpu;
-  if (!mailbox_->ring().try_push(share)) {  // shares are taken one by one: a full ring means nobody takes any
+  // Shares are taken one by one: a full ring means nobody takes any.
+  if (plan.num_cpu > 0 && !mailbox_->ring().try_push(share)) {
     mailbox_->abort(AbortReason::kPartialLate);
     return false;
   }
+  // From here on everybody works, and the books can be kept.
+  const LayerTiming timing = timing_of_previous(seen_ns);
+  LayerStamps::OfCache& stamps = mailbox_->stamps(request.layer).cache;
+  stamps.seen.store(seen_ns, std::memory_order_relaxed);
+  stamps.planned.store(planned_ns, std::memory_order_relaxed);
+  if (previous_.planned_ns != 0) count_timing(timing);
+  previous_ =
+      PublishedPlan{seq, request.layer, request.num_tokens, plan.num_hits, plan.num_fetches, plan.num_cpu, planned_ns};
   return true;
+}
+
+// Of the publish before the one seen now; the client has left it, so its stamps are complete.
+LayerTiming CacheServer::timing_of_previous(std::int64_t seen_ns) {
+  const PublishedPlan& p = previous_;
+  LayerStamps& stamps = mailbox_->stamps(p.layer);
+  LayerTiming timing{p.layer, p.num_tokens, p.num_hits, p.num_fetches, p.num_cpu};
+  const auto between = [](std::int64_t from, std::int64_t to) { return from > 0 && to > from ? to - from : 0; };
+  const auto load = [](const std::atomic<std::int64_t>& ns) { return ns.load(std::memory_order_relaxed); };
+  const std::int64_t published = load(stamps.client.published), planned = load(stamps.client.planned),
+                     own = load(stamps.client.own), part = load(stamps.client.part);
+  const bool stamped = published > 0 && static_cast<std::uint32_t>(load(stamps.client.seq)) == p.seq;
+  if (stamped && planned >= published) timing.own_ns = between(planned, own);
+  if (timing.own_ns > 0 && p.num_cpu > 0) timing.wait_ns = between(own, part);
+  std::int64_t end = p.planned_ns;
+  if (p.num_cpu > 0) {
+    const std::int64_t taken = load(stamps.cpu.taken), done = load(stamps.cpu.done);
+    // `done` is written after `part`, so it may be that of an earlier step for a moment.
+    if (taken >= p.planned_ns && done > taken) {
+      timing.start_ns = taken - p.planned_ns;
+      timing.cpu_ns = done - taken;
+      end = done;
+    }
+  }
+  timing.turn_ns = between(end, seen_ns);
+  return timing;
+}
+
+void CacheServer::count_timing(const LayerTiming& timing) {
+  if (timing.own_ns > 0) {
+    timing_.own.add(1);
+    timing_.own_ns.add(timing.own_ns);
+  }
+  if (timing.cpu_ns > 0) {
+    timing_.cpu.add(1);
+    timing_.cpu_ns.add(timing.cpu_ns);
+    timing_.start_ns.add(timing.start_ns);
+    timing_.wait_ns.add(timing.wait_ns);
+    timing_.turn_ns.add(timing.turn_ns);
+  }
 }
 
 void CacheServer::count(int layer, const PlanHeader& plan) {
@@ -164,9 +213,19 @@ void CacheServer::count(int layer, const PlanHeader& plan) {
 }
 
 CacheCounters CacheServer::counters() const {
-  return CacheCounters{hits_.get(),     fetches_.get(),       cpu_.get(),       admitted_.get(),
-                       evicted_.get(),  fetched_bytes_.get(), cpu_bytes_.get(), publishes_.get(),
-                       resident_.get(), in_flight_.get(),     plan_ns_.get()};
+  return CacheCounters{hits_.get(),
+                       fetches_.get(),
+                       cpu_.get(),
+                       admitted_.get(),
+                       evicted_.get(),
+                       fetched_bytes_.get(),
+                       cpu_bytes_.get(),
+                       publishes_.get(),
+                       resident_.get(),
+                       in_flight_.get(),
+                       plan_ns_.get(),
+                       {timing_.own.get(), timing_.own_ns.get(), timing_.cpu.get(), timing_.cpu_ns.get(),
+                        timing_.start_ns.get(), timing_.wait_ns.get(), timing_.turn_ns.get()}};
 }
 
 std::vector<std::int64_t> CacheServer::layer_counters() const {

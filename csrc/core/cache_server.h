@@ -15,11 +15,30 @@
 
 namespace ft {
 
+// One publish that has been left behind, as its stamps and plan tell it. Times in nanoseconds, 0 where they are not
+// known (a stage was skipped, or took less than the client's clock shows).
+struct LayerTiming {
+  std::int64_t layer = 0, num_tokens = 0;
+  std::int64_t num_hits = 0, num_fetches = 0, num_cpu = 0;
+  std::int64_t own_ns = 0;    // the client's hits and fetches, from its plan on
+  std::int64_t wait_ns = 0;   // the client waited for the CPU share after that
+  std::int64_t start_ns = 0;  // from the plan until CpuExecutor took its share
+  std::int64_t cpu_ns = 0;    // CpuExecutor's work on it
+  std::int64_t turn_ns = 0;   // from the end of that work (or the plan) until the next publish was seen
+};
+
+// Sums of LayerTiming over publishes that had the part in question; counts are of those publishes.
+struct TimingTotals {
+  std::int64_t own = 0, own_ns = 0;
+  std::int64_t cpu = 0, cpu_ns = 0, start_ns = 0, wait_ns = 0, turn_ns = 0;
+};
+
 struct CacheCounters {
   std::int64_t hits = 0, fetches = 0, cpu = 0, admitted = 0, evicted = 0;
   std::int64_t fetched_bytes = 0, cpu_bytes = 0;
   std::int64_t publishes = 0, resident = 0, in_flight = 0;
   std::int64_t plan_ns = 0;  // time spent on planning
+  TimingTotals timing;
 };
 
 class CacheServer {
@@ -53,6 +72,14 @@ class CacheServer {
   void serve();
   bool answer(std::uint32_t seq);
   void count(int layer, const PlanHeader& header);
+  LayerTiming timing_of_previous(std::int64_t seen_ns);
+  void count_timing(const LayerTiming& timing);
+
+  struct PublishedPlan {
+    std::uint32_t seq = 0, layer = 0, num_tokens = 0;
+    std::uint32_t num_hits = 0, num_fetches = 0, num_cpu = 0;
+    std::int64_t planned_ns = 0;  // 0: there is none
+  };
 
   // One writer (the server thread); relaxed, because each figure stands alone.
   struct Counter {
@@ -72,6 +99,11 @@ class CacheServer {
 
   Counter hits_, fetches_, cpu_, admitted_, evicted_, fetched_bytes_, cpu_bytes_, publishes_, resident_, in_flight_,
       plan_ns_;
+  struct {
+    Counter own, own_ns, cpu, cpu_ns, start_ns, wait_ns, turn_ns;
+  } timing_;
+  // The latest publish, of the server thread.
+  PublishedPlan previous_;
   std::vector<Counter> layers_;
 
   std::mutex lifecycle_;

@@ -77,6 +77,7 @@ void CpuServer::serve() {
     if (mailbox_->aborted() || stopping_.load(std::memory_order_seq_cst)) return;
     CpuShare share;
     if (!ring.try_pop(share)) continue;
+    stamp(share.layer, &LayerStamps::OfCpu::taken);
     bool done = false;
     try {
       done = run(share);
@@ -87,8 +88,14 @@ void CpuServer::serve() {
       return;
     }
     mailbox_->part().publish(share.seq);
+    stamp(share.layer, &LayerStamps::OfCpu::done);
     wait_.worked();
   }
+}
+
+void CpuServer::stamp(std::uint32_t layer, std::atomic<std::int64_t> LayerStamps::OfCpu::* stage) {
+  if (layer >= mailbox_->geometry().num_layers) return;
+  (mailbox_->stamps(layer).cpu.*stage).store(monotonic_ns(), std::memory_order_relaxed);
 }
 
 // False when the share contradicts the mailbox's geometry.

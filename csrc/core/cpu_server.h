@@ -45,6 +45,7 @@ class CpuServer {
  private:
   void serve();
   bool run(const CpuShare& share);
+  void stamp(std::uint32_t layer, std::atomic<std::int64_t> LayerStamps::OfCpu::* stage);
 
   std::shared_ptr<Mailbox> mailbox_;
   std::shared_ptr<ExpertStore> store_;

@@ -101,13 +101,20 @@ void DeviceClient::forward(int layer, int num_tokens, int top_k, const float* hi
   const std::uint32_t seq = publish(call);
   try {
     await(mailbox_->plan(), seq, "ExpertCache", AbortReason::kPlanLate, layer);
+    LayerStamps::OfClient& stamps = mailbox_->stamps(layer).client;
+    const auto stamp = [](std::atomic<std::int64_t>& ns) { ns.store(monotonic_ns(), std::memory_order_relaxed); };
+    stamp(stamps.planned);
     const PlanHeader plan = mailbox_->plan_header();
     // With deterministic, both sides put their rows into one array: rows of different routes never overlap.
     float* route_rows = deterministic_ ? mailbox_->partial() : route_rows_.get();
     run_own_share(call, plan, route_rows);
     ExpertBatch batch{hidden, weights, route_rows, num_tokens, top_k, static_cast<std::int32_t>(geometry().hidden)};
     if (!deterministic_) combine_routes(*pool_, batch, selected_.data(), false, out);
-    if (plan.num_cpu > 0) await(mailbox_->part(), seq, "CpuExecutor", AbortReason::kPartialLate, layer);
+    stamp(stamps.own);
+    if (plan.num_cpu > 0) {
+      await(mailbox_->part(), seq, "CpuExecutor", AbortReason::kPartialLate, layer);
+      stamp(stamps.part);
+    }
     if (deterministic_) {
       for (std::int64_t r = 0; r < call.num_routes(); ++r) selected_[r] = ids[r] >= 0;
       combine_routes(*pool_, batch, selected_.data(), false, out);
@@ -156,6 +163,9 @@ std::uint32_t DeviceClient::publish(const Call& c) {
   std::memcpy(mailbox_->ids(), c.ids, c.num_routes() * sizeof(std::int32_t));
   std::memcpy(mailbox_->weights(), c.weights, c.num_routes() * sizeof(float));
   std::memcpy(mailbox_->admit(), c.admit, c.num_tokens);
+  LayerStamps::OfClient& stamps = mailbox_->stamps(c.layer).client;
+  stamps.published.store(monotonic_ns(), std::memory_order_relaxed);
+  stamps.seq.store(seq, std::memory_order_relaxed);
   mailbox_->req().publish(seq);
   return seq;
 }

@@ -68,6 +68,7 @@ MailboxOffsets plan_offsets(const MailboxGeometry& g) {
   o.entries = place(std::uint64_t{max_entries_of(g)} * sizeof(PlanEntry));
   o.routes = place(routes * sizeof(std::int32_t));
   o.slot_of = place(std::uint64_t{g.num_layers} * g.num_experts * sizeof(std::int32_t));
+  o.stamps = place(std::uint64_t{g.num_layers} * sizeof(LayerStamps));
   o.ring = place(Ring<CpuShare>::required_bytes(kRingCapacity));
   o.partial = place(shared_tokens * (g.route_rows != 0 ? g.top_k : 1) * g.hidden * sizeof(float), kPartialAlignment);
   o.total_bytes = align_up(end, kPartialAlignment);
@@ -134,6 +135,9 @@ std::shared_ptr<Mailbox> Mailbox::create(std::shared_ptr<SharedSegment> segment,
   new (base + offsets.abort) std::atomic<std::uint32_t>(0);
   std::memset(base + offsets.slot_of, 0xff,
               std::size_t{geometry.num_layers} * geometry.num_experts * sizeof(std::int32_t));
+  for (std::uint32_t layer = 0; layer < geometry.num_layers; ++layer) {
+    new (base + offsets.stamps + layer * sizeof(LayerStamps)) LayerStamps;
+  }
   new (base + offsets.ring) RingControl;
   auto* header = new (base) MailboxHeader;
   std::memcpy(header->magic, kMailboxMagic, sizeof(kMailboxMagic));

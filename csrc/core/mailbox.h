@@ -19,6 +19,7 @@
 //   entries      PlanEntry [D]             ExpertCache  distinct experts: hits, then fetches, then CPU
 //   routes       i32 [T * K]               ExpertCache  route indices t * K + k, grouped by entry
 //   slot_of      i32 [L, E]                ExpertCache  the slot in which a record can be read, or -1
+//   stamps       LayerStamps [L]           all three    when each stage of the layer's latest publish was passed
 //   ring         Ring<CpuShare>            ExpertCache  -> CpuExecutor
 //   partial      f32 [S or S * K, H]       CpuExecutor  [T, H] sums of the CPU share, or with kDeterministic one
 //                                                       weighted row per route of it (a CPU client puts its own
@@ -41,6 +42,10 @@
 // counts.
 //
 // Without route_rows no publish may be kDeterministic.
+//
+// Stamps are measurements, never part of the protocol: a party that skips a stage (a client that waits for no CPU
+// share) leaves the stamp of an earlier publish, so a difference counts only when it is positive and the stages are in
+// order. By publishing again the client also says that its stamps of the publish before are written.
 #pragma once
 
 #include <memory>
@@ -52,7 +57,7 @@
 namespace ft {
 
 inline constexpr char kMailboxMagic[8] = {'F', 'T', 'M', 'A', 'I', 'L', 'B', 'X'};
-inline constexpr std::uint32_t kMailboxVersion = 2;
+inline constexpr std::uint32_t kMailboxVersion = 3;
 inline constexpr std::uint32_t kRingCapacity = 16;
 
 struct MailboxGeometry {
@@ -69,7 +74,7 @@ struct MailboxGeometry {
 struct MailboxOffsets {
   std::uint64_t req = 0, plan = 0, part = 0, abort = 0;
   std::uint64_t request = 0, hidden = 0, ids = 0, weights = 0, admit = 0;
-  std::uint64_t plan_header = 0, entries = 0, routes = 0, slot_of = 0, ring = 0, partial = 0;
+  std::uint64_t plan_header = 0, entries = 0, routes = 0, slot_of = 0, stamps = 0, ring = 0, partial = 0;
   std::uint64_t total_bytes = 0;
 };
 
@@ -137,6 +142,27 @@ struct CpuShare {
 };
 static_assert(sizeof(CpuShare) == kRingEntryBytes);
 
+// Nanoseconds, each party's on a line of its own. The servers' are CLOCK_MONOTONIC's; the client's are of a clock of
+// its own (a GPU's global timer, which may tick as rarely as once in a microsecond).
+struct LayerStamps {
+  struct alignas(64) OfCache {
+    std::atomic<std::int64_t> seen{0};     // the publish
+    std::atomic<std::int64_t> planned{0};  // the plan is out
+  } cache;
+  struct alignas(64) OfCpu {
+    std::atomic<std::int64_t> taken{0};  // the share, from the ring
+    std::atomic<std::int64_t> done{0};   // its partial sum is out
+  } cpu;
+  struct alignas(128) OfClient {
+    std::atomic<std::int64_t> published{0};
+    std::atomic<std::int64_t> planned{0};  // the plan was seen
+    std::atomic<std::int64_t> own{0};      // hits and fetches are computed
+    std::atomic<std::int64_t> part{0};     // the CPU share was seen, if there was one
+    std::atomic<std::int64_t> seq{0};      // of the publish that these are about
+  } client;
+};
+static_assert(sizeof(LayerStamps) == 256);
+
 // Whether an entry names an expert of the model and existing routes; false only when the segment was damaged.
 bool is_sound(const PlanEntry& entry, const std::int32_t* routes, std::int32_t num_experts, std::int64_t num_routes);
 
@@ -194,6 +220,7 @@ class Mailbox {
   PlanEntry* entries() { return at<PlanEntry>(offsets_.entries); }
   std::int32_t* routes() { return at<std::int32_t>(offsets_.routes); }
   std::int32_t* slot_of() { return at<std::int32_t>(offsets_.slot_of); }
+  LayerStamps& stamps(std::uint32_t layer) { return at<LayerStamps>(offsets_.stamps)[layer]; }
   float* partial() { return at<float>(offsets_.partial); }
 
  private:

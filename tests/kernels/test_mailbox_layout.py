@@ -39,7 +39,7 @@ def serve(mailbox):
 
 def test_the_layout_is_complete_and_apart(mailbox):
     layout = mailbox.layout()
-    assert layout["version"] == 2
+    assert layout["version"] == 3
     assert [layout[n] for n in ("max_tokens", "top_k", "hidden", "num_layers", "num_experts")] == list(GEOMETRY[:5])
     assert layout["max_shared_tokens"] == SHARED and layout["max_entries"] == min(E, T * K)
     assert layout["total_bytes"] == _native.Mailbox.required_bytes(*GEOMETRY) == mailbox.segment.size_bytes
@@ -54,6 +54,7 @@ def test_the_layout_is_complete_and_apart(mailbox):
         "entries": layout["max_entries"] * layout["entry_bytes"],
         "routes": T * K * 4,
         "slot_of": L * E * 4,
+        "stamps": L * layout["stamps_bytes"],
         "partial": SHARED * K * H * 4,
     }
     assert {f"{name}_offset" for name in sizes} == {name for name in layout if name.endswith("_offset")}

@@ -20,6 +20,7 @@ from freetoken.execution.cuda.arena import CudaArena
 from freetoken.execution.cuda.host_memory import MailboxWindow, segment_address
 from freetoken.kernels.triton import mailbox as mailbox_kernels
 from freetoken.kernels.triton import placed_plan
+from freetoken.kernels.triton.combine import PartWait
 from freetoken.kernels.triton.mailbox import MailboxAddresses
 from freetoken.kernels.triton.plan import DevicePlan
 from freetoken.messages import ExpertCounters
@@ -49,7 +50,11 @@ def mailbox_addresses(layout: Mapping[str, int], base: int) -> MailboxAddresses:
         "routes",
         "partial",
     )
-    return MailboxAddresses(**{name: base + layout[f"{name}_offset"] for name in names})
+    return MailboxAddresses(
+        **{name: base + layout[f"{name}_offset"] for name in names},
+        stamps=base + layout["stamps_offset"] + layout["stamps_client_field"],
+        stamps_stride_bytes=layout["stamps_bytes"],
+    )
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,7 @@ class DataPlane:
         device = counts.device
         self.nothing_staged = torch.zeros(router.num_experts, dtype=torch.int64, device=device)
         self.seq = torch.zeros(1, dtype=torch.int32, device=device)
+        self._gate = torch.zeros_like(self.seq)
 
     def attach(self, mailbox: Mailbox) -> None:
         """Serve this mailbox from now on. The device must be idle.
@@ -121,6 +127,7 @@ class DataPlane:
         self._words = words
         self.slot_of = words[start : start + count].view(np.int32).reshape(layout["num_layers"], -1)
         self.seq.fill_(int(words[layout["req_offset"] // 4].view(np.int32)))
+        self._gate.copy_(self.seq)
 
     @property
     def max_shared_tokens(self) -> int:
@@ -161,7 +168,7 @@ class DataPlane:
         assert self.box is not None
         mailbox_kernels.await_plan(
             self.box, self.seq, self.records.addresses[ordinal], self._arena.slots_address,
-            self._arena.slot_stride_bytes, plan, self.limit_ns,
+            self._arena.slot_stride_bytes, plan, self.limit_ns, stamps=self.box.layer_stamps(ordinal),
         )  # fmt: skip
 
     def publish_routes(
@@ -221,10 +228,15 @@ class DataPlane:
                 return
             time.sleep(_POLL_S)
 
-    def await_part(self, plan: DevicePlan) -> None:
-        """Wait for the CPU share of ``plan``, if it has one."""
+    def await_part(self, ordinal: int, plan: DevicePlan) -> None:
+        """Wait for the CPU share of ``plan`` (of this layer), if it has one."""
         assert self.box is not None
-        mailbox_kernels.await_part(self.box, self.seq, plan, self.limit_ns)
+        mailbox_kernels.await_part(self.box, self.seq, plan, self.limit_ns, stamps=self.box.layer_stamps(ordinal))
+
+    def part_wait(self, ordinal: int) -> PartWait:
+        """How the combine kernel of this layer waits for the CPU share."""
+        assert self.box is not None
+        return PartWait(self.box, self.seq, self._gate, self.limit_ns, self.box.layer_stamps(ordinal))
 
 
 def read_counts(counts: np.ndarray, strides: tuple[int, ...], passes: int = 1) -> tuple[ExpertCounters, bool]:

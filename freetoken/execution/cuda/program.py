@@ -246,9 +246,9 @@ class LayerProgram:
         self._mark("experts")
         wait = None
         if x.tokens <= _COMBINE_WAITS_TOKENS:
-            wait = (plane.box, plane.seq, plane.limit_ns)
+            wait = plane.part_wait(layer.ordinal)
         else:
-            plane.await_part(plan)
+            plane.await_part(layer.ordinal, plan)
         combine(
             x.residual,
             x.weights,
@@ -300,7 +300,7 @@ class LayerProgram:
         expert_gemm(layout, plan, blocks, x.hidden, top_k, act, out, shape=cut.shape)
         self._mark("experts")
         if shared:
-            plane.await_part(plan)
+            plane.await_part(ordinal, plan)
             self._mark("cpu")
         combine(
             x.residual, x.weights, plan, partials=out, cpu_partial_address=plane.box.partial if shared else 0

@@ -31,6 +31,9 @@ from freetoken.kernels.triton.router import SCORINGS, choose_experts, rank_exper
 
 ABORT_PLAN_LATE = 3
 ABORT_PARTIAL_LATE = 4
+# Stages of a layer: indices of the int64 stamps that the client writes, nanoseconds of the GPU's global timer.
+# The publish's number stands behind them.
+STAMP_PUBLISHED, STAMP_PLANNED, STAMP_OWN, STAMP_PART, STAMP_SEQ = range(5)
 # The most tokens for which publishing can choose the experts too.
 MAX_CHOOSING_TOKENS = 32
 
@@ -52,6 +55,13 @@ class MailboxAddresses:
     entries: int
     routes: int
     partial: int
+    stamps: int = 0
+    """Where the client's stamps of layer 0 lie; 0: stages are not stamped."""
+    stamps_stride_bytes: int = 0
+
+    def layer_stamps(self, layer: int) -> int:
+        """Address of the client's stamps of an expert layer (see ``STAMP_PUBLISHED``), or 0."""
+        return self.stamps + layer * self.stamps_stride_bytes if self.stamps else 0
 
 
 @triton.jit
@@ -80,21 +90,38 @@ def store_release_system(address, value, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def stamp(stamps, STAGE: tl.constexpr, INTERPRET: tl.constexpr):
+    """Note when this stage of the layer was reached, if ``stamps`` is not 0."""
+    if stamps != 0:
+        if INTERPRET:
+            now = 1 + STAGE
+        else:
+            now = tl.inline_asm_elementwise(
+                "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+            )
+        tl.store(pointer_to(stamps, tl.int64) + STAGE, now)
+
+
+@triton.jit
 def wait_word(word, abort, expected, limit_ns, INTERPRET: tl.constexpr):
     """Poll the word at address ``word``; 0 when it is ``expected``, 1 when ``abort`` is raised, 2 after ``limit_ns``.
 
-    Both words are read at once, so that a round costs one trip over the bus; the acquire fence follows the last one.
+    One thread polls: every poll is a read of the very line that the host is about to write, and reads by many warps
+    queue up before that write. Both words are read at once, so that a round costs one trip over the bus.
     """
     if INTERPRET:
         return tl.where(tl.load(pointer_to(word, tl.int32)) == expected, 0, 1)
     else:
         status = tl.inline_asm_elementwise(
             """{
-            .reg .pred done, stop, late;
-            .reg .u32 value, reason;
+            .reg .pred other, done, stop, late;
+            .reg .u32 thread, value, reason;
             .reg .u64 start, now;
-            mov.u64 start, %globaltimer;
             mov.u32 $0, 0;
+            mov.u32 thread, %tid.x;
+            setp.ne.u32 other, thread, 0;
+            @other bra OVER;
+            mov.u64 start, %globaltimer;
             POLL:
             ld.relaxed.sys.global.u32 value, [$1];
             ld.relaxed.sys.global.u32 reason, [$2];
@@ -112,6 +139,7 @@ def wait_word(word, abort, expected, limit_ns, INTERPRET: tl.constexpr):
             mov.u32 $0, 1;
             SEEN:
             fence.acq_rel.sys;
+            OVER:
             }""",
             "=&r,l,l,r,l",
             [word.to(tl.int64), abort.to(tl.int64), expected, limit_ns.to(tl.int64)],
@@ -119,15 +147,68 @@ def wait_word(word, abort, expected, limit_ns, INTERPRET: tl.constexpr):
             is_pure=False,
             pack=1,
         )
-        # Every warp has waited by itself, and near the limit they may disagree: the reduction goes through all of them
-        # (up to 8) and gives each the same.
+        tl.debug_barrier()
+        # The reduction goes through all warps (up to 8) and gives each what the first one saw.
         return tl.max(tl.zeros([256], tl.int32) + status, axis=0)
+
+
+@triton.jit
+def open_gate(gate_ptr, value, INTERPRET: tl.constexpr):
+    """Let the other programs of this kernel pass ``await_gate``; they see all that this program saw or wrote before."""
+    tl.debug_barrier()
+    if INTERPRET:
+        tl.store(gate_ptr, value)
+    else:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .u32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            @first fence.acq_rel.gpu;
+            @first st.relaxed.gpu.global.u32 [$1], $2;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r",
+            [gate_ptr.to(tl.int64), value],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def await_gate(gate_ptr, value, INTERPRET: tl.constexpr):
+    """Wait until another program of this kernel has opened the gate. There is no time limit: that program has one."""
+    if not INTERPRET:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred other, shut;
+            .reg .u32 thread, value;
+            mov.u32 $0, 0;
+            mov.u32 thread, %tid.x;
+            setp.ne.u32 other, thread, 0;
+            @other bra PASSED;
+            KNOCK:
+            ld.relaxed.gpu.global.u32 value, [$1];
+            setp.ne.u32 shut, value, $2;
+            @shut bra KNOCK;
+            fence.acq_rel.gpu;
+            PASSED:
+            }""",
+            "=&r,l,r",
+            [gate_ptr.to(tl.int64), value],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["layer", "flags"])
 def _publish_kernel(
     seq_ptr, step_id_ptr, num_real_ptr, logits_ptr, bias_ptr, ids_ptr, weights_ptr, hidden_ptr, admit_ptr, req, request,
-    hidden_out, ids_out, weights_out, admit_out, layer, flags, scaling,
+    hidden_out, ids_out, weights_out, admit_out, stamps, layer, flags, scaling,
     TOKENS: tl.constexpr, TOKENS_POW2: tl.constexpr, HIDDEN: tl.constexpr, HIDDEN_BLOCK: tl.constexpr,
     TOP_K: tl.constexpr, TOP_K_POW2: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr,
     CHOOSE: tl.constexpr, SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -186,6 +267,9 @@ def _publish_kernel(
     tl.store(header + 5, TOP_K)
     tl.store(header + 6, flags)
     tl.store(seq_ptr, seq)
+    stamp(stamps, 0, INTERPRET)
+    if stamps != 0:
+        tl.store(pointer_to(stamps, tl.int64) + 4, seq.to(tl.int64))
     store_release_system(req, seq, INTERPRET)
 
 
@@ -223,7 +307,8 @@ def publish(
         )
     _publish_kernel[(1,)](
         seq, step_id, num_real, hidden if logits is None else logits, hidden if bias is None else bias, ids, weights,
-        hidden, admit, box.req, box.request, box.hidden, box.ids, box.weights, box.admit, layer, flags, scaling,
+        hidden, admit, box.req, box.request, box.hidden, box.ids, box.weights, box.admit,
+        box.layer_stamps(layer), layer, flags, scaling,
         TOKENS=tokens, TOKENS_POW2=next_power_of_2(tokens), HIDDEN=hidden_size,
         HIDDEN_BLOCK=min(4096, next_power_of_2(tokens * hidden_size)), TOP_K=k, TOP_K_POW2=next_power_of_2(k),
         NUM_EXPERTS=num_experts, EXPERTS_POW2=next_power_of_2(num_experts), CHOOSE=logits is not None,
@@ -235,7 +320,7 @@ def publish(
 @triton.jit
 def _await_plan_kernel(
     seq_ptr, store_ptr, counts_ptr, entries_ptr, addresses_ptr, routes_ptr, on_gpu_ptr, plan, abort, header, entries,
-    routes, slots, slot_stride, limit_ns, late_reason,
+    routes, stamps, slots, slot_stride, limit_ns, late_reason,
     ENTRIES_POW2: tl.constexpr, MAX_ENTRIES: tl.constexpr, ROUTES_POW2: tl.constexpr, MAX_ROUTES: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -243,6 +328,7 @@ def _await_plan_kernel(
     route = tl.arange(0, ROUTES_POW2)
     tl.store(on_gpu_ptr + route, tl.zeros([ROUTES_POW2], tl.int32), mask=route < MAX_ROUTES)
     status = wait_word(plan, abort, seq, limit_ns, INTERPRET)
+    stamp(stamps, 1, INTERPRET)
     good = status == 0
     if status == 2:
         store_release_system(abort, late_reason, INTERPRET)
@@ -297,16 +383,19 @@ def await_plan(
     slot_stride_bytes: int,
     plan: DevicePlan,
     limit_ns: int,
+    *,
+    stamps: int = 0,
 ) -> None:
     """Wait for the plan of the last publish and fill ``plan``.
 
     ``store`` int64 [E]: device addresses of this layer's records in host memory (0 where it cannot be read: such an
-    expert must never be planned as a fetch). A slot s lies at ``slots_address + s * slot_stride_bytes``.
+    expert must never be planned as a fetch). A slot s lies at ``slots_address + s * slot_stride_bytes``. ``stamps``: as
+    ``MailboxAddresses.layer_stamps`` gives it.
     """
     warps = 1 if plan.max_routes <= 512 else 8
     _await_plan_kernel[(1,)](
         seq, store, plan.counts, plan.entries, plan.addresses, plan.routes, plan.on_gpu, box.plan, box.abort,
-        box.plan_header, box.entries, box.routes, slots_address, slot_stride_bytes, limit_ns, ABORT_PLAN_LATE,
+        box.plan_header, box.entries, box.routes, stamps, slots_address, slot_stride_bytes, limit_ns, ABORT_PLAN_LATE,
         ENTRIES_POW2=next_power_of_2(plan.max_entries), MAX_ENTRIES=plan.max_entries,
         ROUTES_POW2=next_power_of_2(plan.max_routes), MAX_ROUTES=plan.max_routes, NUM_EXPERTS=store.shape[0],
         INTERPRET=INTERPRETED, num_warps=warps,
@@ -314,20 +403,24 @@ def await_plan(
 
 
 @triton.jit
-def _await_word_kernel(seq_ptr, counts_ptr, word, abort, limit_ns, late_reason, ALWAYS: tl.constexpr,
+def _await_word_kernel(seq_ptr, counts_ptr, word, abort, stamps, limit_ns, late_reason, ALWAYS: tl.constexpr,
                        INTERPRET: tl.constexpr):  # fmt: skip
+    stamp(stamps, 2, INTERPRET)
     if ALWAYS or tl.load(counts_ptr + 3) > 0:
         status = wait_word(word, abort, tl.load(seq_ptr), limit_ns, INTERPRET)
+        stamp(stamps, 3, INTERPRET)
         if status == 2:
             store_release_system(abort, late_reason, INTERPRET)
         tl.store(counts_ptr + 6, status, mask=status != 0)
 
 
-def await_part(box: MailboxAddresses, seq: Tensor, plan: DevicePlan, limit_ns: int, *, always: bool = False) -> None:
+def await_part(
+    box: MailboxAddresses, seq: Tensor, plan: DevicePlan, limit_ns: int, *, always: bool = False, stamps: int = 0
+) -> None:
     """Wait for the CPU share of the last plan, if it has one (or ``always``)."""
     _await_word_kernel[(1,)](
-        seq, plan.counts, box.part, box.abort, limit_ns, ABORT_PARTIAL_LATE, ALWAYS=always, INTERPRET=INTERPRETED,
-        num_warps=1,
+        seq, plan.counts, box.part, box.abort, stamps, limit_ns, ABORT_PARTIAL_LATE, ALWAYS=always,
+        INTERPRET=INTERPRETED, num_warps=1,
     )  # fmt: skip
 
 
