@@ -148,8 +148,6 @@ def _content(message: Message, path: str) -> str:
 class ChatDialect:
     """Writes chat completions, whole or as chunks."""
 
-    keepalive = KEEPALIVE_COMMENT
-
     def __init__(self, context: FrontContext, text: TextModel, fields: ChatRequest, generation: Generation) -> None:
         self._texts = text.tokenizer.texts
         self._logprobs = bool(fields.logprobs)
@@ -171,6 +169,9 @@ class ChatDialect:
         if self._include_usage:
             chunk["usage"] = usage
         return event(chunk)
+
+    def keepalive(self) -> bytes:
+        return KEEPALIVE_COMMENT
 
     def begin(self) -> bytes:
         start = {"role": "assistant", "content": ""}

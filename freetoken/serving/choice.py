@@ -74,6 +74,7 @@ class ChoiceState:
         self.index = index
         self.request_id = request_id
         self.num_tokens = 0
+        self.token_ids: list[int] = []
         self.num_cached_tokens = 0
         self.finish: Finish | None = None
         self.stats: RequestStats | None = None
@@ -108,6 +109,7 @@ class ChoiceState:
         stop_string: str | None = None
         for i, token_id in enumerate(ids):
             self.num_tokens += 1
+            self.token_ids.append(token_id)
             piece = self._detokenizer.push(token_id)
             if i < len(delta.logprobs):
                 end = self._decoded + len(piece)

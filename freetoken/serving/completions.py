@@ -92,8 +92,6 @@ def _echo(text: TextModel, prompt: str | list[int]) -> str:
 class CompletionDialect:
     """Writes text completions, whole or as chunks. ``echoes``: what stands before the text of each prompt's choices."""
 
-    keepalive = KEEPALIVE_COMMENT
-
     def __init__(
         self,
         context: FrontContext,
@@ -127,6 +125,9 @@ class CompletionDialect:
         if self._include_usage:
             chunk["usage"] = usage
         return event(chunk)
+
+    def keepalive(self) -> bytes:
+        return KEEPALIVE_COMMENT
 
     def begin(self) -> bytes:
         return b"".join(

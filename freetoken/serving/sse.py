@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
 
 import orjson
 from aiohttp import web
 
-from freetoken.serving.choice import ChoiceDelta
 from freetoken.serving.errors import ApiError, internal
-from freetoken.serving.generation import Generation
 from freetoken.serving.request_id import REQUEST_ID
 from freetoken.serving.usage import Usage
 
@@ -37,16 +36,42 @@ def event(data: Any, name: str | None = None) -> bytes:
     return head + b"data: " + orjson.dumps(data) + b"\n\n"
 
 
-class StreamDialect(Protocol):
+News = TypeVar("News")
+
+
+class StreamSource(Protocol[News]):
+    """What is streamed: a ``Generation`` or a ``Reply``. Entering submits it, leaving ends it."""
+
+    @property
+    def done(self) -> bool: ...
+
+    async def __aenter__(self) -> Any: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    def on_unread(self, callback: Callable[[], None]) -> None: ...
+
+    async def next(self, silence_s: float) -> list[News]: ...
+
+    async def settle(self) -> None: ...
+
+    def usage(self) -> Usage: ...
+
+
+class StreamDialect(Protocol[News]):
     """How an API writes a stream. Every method returns framed bytes, possibly of several events or none."""
 
-    keepalive: bytes
+    def keepalive(self) -> bytes:
+        """Something that keeps clients from giving up; they may count events only, not comments."""
+        ...
 
     def begin(self) -> bytes:
         """Before the first token."""
         ...
 
-    def deltas(self, deltas: list[ChoiceDelta]) -> bytes:
+    def deltas(self, deltas: list[News]) -> bytes:
         """News of one or several choices."""
         ...
 
@@ -60,7 +85,11 @@ class StreamDialect(Protocol):
 
 
 async def stream(
-    request: web.Request, generation: Generation, dialect: StreamDialect, keepalive_s: float
+    request: web.Request,
+    generation: StreamSource[News],
+    dialect: StreamDialect[News],
+    keepalive_s: float,
+    headers: Mapping[str, str] = HEADERS,
 ) -> web.StreamResponse:
     """Run ``generation`` and stream it to the client.
 
@@ -70,7 +99,7 @@ async def stream(
     async with generation:
         generation.on_unread(functools.partial(_disconnect, request))
         news = await generation.next(FIRST_GRACE_S)
-        response = web.StreamResponse(headers=HEADERS)
+        response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         try:
             await _pump(response, generation, dialect, keepalive_s, news)
@@ -95,10 +124,10 @@ def _disconnect(request: web.Request) -> None:
 
 async def _pump(
     response: web.StreamResponse,
-    generation: Generation,
-    dialect: StreamDialect,
+    generation: StreamSource[News],
+    dialect: StreamDialect[News],
     keepalive_s: float,
-    news: list[ChoiceDelta],
+    news: list[News],
 ) -> None:
     await response.write(dialect.begin() + dialect.deltas(news))
     written_s = time.monotonic()
@@ -107,7 +136,7 @@ async def _pump(
         if news:
             data = dialect.deltas(news)
         elif time.monotonic() - written_s >= keepalive_s:
-            data = dialect.keepalive
+            data = dialect.keepalive()
         else:
             continue
         await response.write(data)
