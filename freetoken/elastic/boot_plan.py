@@ -156,12 +156,13 @@ def plan_cores(
     """(CpuExecutor's cores, device cores). Disjoint when there are enough; with few cores both share them unpinned.
 
     On the CPU device the cores are halved between the two when misses go to CpuExecutor, else the device takes all.
-    On a GPU a quarter of the cores, at least two, stay free for the threads that drive it: the mailbox server spins,
-    the step threads launch and wait, and a CPU worker that has to share its core delays a whole layer.
+    On a GPU two cores stay free for the threads that drive it: the mailbox server spins, the step threads launch and
+    wait, and a CPU worker that has to share its core delays a whole layer. More would cost memory bandwidth: 12 of 16
+    cores of a Xeon read 91 GB/s and 15 read 128 (bench/results/gpu_decode_h200*.json).
     """
     cores = tuple(cores)
     if config.device == "cuda":
-        return (cores[: max(1, len(cores) - max(2, len(cores) // 4))], cores[-1:])
+        return (cores[: max(1, len(cores) - 2)], cores[-1:])
     if not needs_cpu_executor:
         return (cores[-1:], cores)
     half = max(1, len(cores) // 2)

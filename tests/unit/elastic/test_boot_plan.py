@@ -120,7 +120,7 @@ def test_cores_on_small_and_large_machines(count: int) -> None:
     assert result.cpu_threads >= 1 and result.device_threads >= 1
     assert result.cpu_threads + result.device_threads <= max(2, count)
     gpu = plan(machine, vram=12 * GIB, device="cuda")
-    assert gpu.cpu_threads == max(1, count - max(2, count // 4))
+    assert gpu.cpu_threads == max(1, count - 2)
 
 
 def test_workspace_grows_with_the_batch() -> None:
