@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from freetoken.errors import FreeTokenError
 from freetoken.messages import RequestInit, SamplingParams, StepPlan, StepRow
+
+if TYPE_CHECKING:
+    from freetoken.execution.constraints import Grammars, RequestGrammar
 
 
 class InvalidPlanError(FreeTokenError):
@@ -28,6 +32,8 @@ class RequestState:
         self.tokens: list[int] = list(init.token_ids)
         self.num_computed = num_computed
         self.failure: str | None = None
+        self.failure_kind = "numeric"
+        self.grammar: RequestGrammar | None = None
         self._blocks = np.empty(64, dtype=np.int32)
         self._num_blocks = 0
         self._prompt_ids: NDArray[np.int64] | None = None
@@ -54,6 +60,8 @@ class RequestState:
     def append_token(self, token_id: int) -> None:
         """A token was sampled."""
         self.tokens.append(token_id)
+        if self.grammar is not None:
+            self.grammar.advance(token_id)
         if self._output_counts is not None:
             self._output_counts[token_id] += 1
 
@@ -75,7 +83,16 @@ class RequestState:
 class BatchState:
     """All requests known to this executor. Plans are checked whole before any of their rows is applied."""
 
-    def __init__(self, vocab_size: int, block_size: int, num_blocks: int, max_context_tokens: int) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        block_size: int,
+        num_blocks: int,
+        max_context_tokens: int,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """Without ``grammars`` constrained requests fail."""
+        self._grammars = grammars
         self._vocab_size = vocab_size
         self._block_size = block_size
         self._num_blocks = num_blocks
@@ -122,11 +139,20 @@ class BatchState:
         states = []
         for row in plan.rows:
             if row.init is not None:
-                self._requests[row.request_id] = RequestState(row.request_id, row.init, row.start)
+                self._requests[row.request_id] = self._admit(row.request_id, row.init, row.start)
             state = self._requests[row.request_id]
             state.append_blocks(row.new_block_ids)
             states.append(state)
         return states
+
+    def _admit(self, request_id: str, init: RequestInit, num_computed: int) -> RequestState:
+        state = RequestState(request_id, init, num_computed)
+        if init.sampling.constraint is not None:
+            if self._grammars is None:
+                state.failure, state.failure_kind = "this engine has no grammars for constrained output", "constraint"
+            else:
+                state.grammar = self._grammars.open(state)
+        return state
 
     def _check(self, step_id: int, row: StepRow) -> None:
         where = f"step {step_id}: request {row.request_id!r}"

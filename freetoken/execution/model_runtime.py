@@ -11,6 +11,7 @@ from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.checkpoint.held_store import HeldStore
 from freetoken.errors import CheckpointError
 from freetoken.execution.arena import Arena
+from freetoken.execution.constraints import Grammars
 from freetoken.execution.cpu_ops import CpuOps
 from freetoken.execution.dense_weights import map_dense_weights
 from freetoken.execution.experts import ExpertRunner, MailboxExperts, NoExperts
@@ -39,6 +40,7 @@ class ModelRuntime:
         self._pool = pool
         weights = map_dense_weights(index, store.segments)
         self._decoder = Decoder(launch.model, weights, launch.plan.max_context_tokens, CpuOps.prepare)
+        self._grammars = Grammars(launch.checkpoint, launch.model.vocab_size, launch.model.eos_token_ids)
         self._expert_store = store.build_expert_store(index) if launch.model.is_moe else None
 
     @property
@@ -51,7 +53,8 @@ class ModelRuntime:
         self.warm_up()
 
     def close(self) -> None:
-        """Nothing to give back: the weights are views of the store."""
+        """End the helper threads; the weights are views of the store, and there is nothing to give back."""
+        self._grammars.close()
 
     def build_executor(self, mailbox: _native.Mailbox | None) -> StepExecutor:
         """An executor without requests. ``mailbox`` is needed by models with routed experts."""
@@ -79,7 +82,7 @@ class ModelRuntime:
             seed_tail_tokens=launch.config.experts.seed_tail_tokens,
         )
         abort = threading.Event()
-        return StepExecutor(self._decoder, self._ops(experts, abort), experts, limits, abort)
+        return StepExecutor(self._decoder, self._ops(experts, abort), experts, limits, abort, self._grammars)
 
     def warm_up(self) -> None:
         """Run a few shapes without experts and without writing KV, so that the first request does not pay for it."""

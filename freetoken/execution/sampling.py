@@ -1,9 +1,10 @@
 """From logits to tokens.
 
 Order of operations for one row, as in the OpenAI-compatible engines that clients know: ``min_tokens`` masks end tokens,
-``logit_bias`` is added, repetition (prompt and output), frequency and presence (output) penalties apply; then greedy
-picks the largest logit, or the logits are divided by the temperature, cut by ``min_p``, ``top_k`` and ``top_p`` (of
-what ``top_k`` left), and one token is drawn.
+``logit_bias`` is added, repetition (prompt and output), frequency and presence (output) penalties apply, and what the
+request's grammar does not allow is ruled out (which keeps ``min_tokens`` in mind itself); then greedy picks the largest
+logit, or the logits are divided by the temperature, cut by ``min_p``, ``top_k`` and ``top_p`` (of what ``top_k`` left),
+and one token is drawn.
 
 Every cut is a threshold on logits, so tokens equal to the last one kept are kept too and the outcome depends on values
 alone. Drawing is Gumbel-max with counter-based noise, a pure function of (seed, position, token id): a token does not
@@ -23,6 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freetoken.execution.batch_state import RequestState
+from freetoken.execution.constraints import allowed
+from freetoken.grammar import ConstraintError
 from freetoken.messages import LogprobEntry, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -41,11 +44,13 @@ _BINS_PER_NAT, _NUM_BINS = 64, 2048
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One row's outcome: a token, or a ``failure`` (logits not finite, or an impossible bias)."""
+    """One row's outcome: a token, or a ``failure`` (logits not finite, an impossible bias, a grammar that allows
+    nothing)."""
 
     token_id: int | None
     logprob: LogprobEntry | None = None
     failure: str | None = None
+    failure_kind: str = "numeric"
 
 
 def sample(logits: F32, states: Sequence[RequestState]) -> list[Sampled]:
@@ -68,6 +73,8 @@ def sample(logits: F32, states: Sequence[RequestState]) -> list[Sampled]:
             continue
         try:
             results.append(_sample_row(logits[index], best[index], state))
+        except ConstraintError as error:
+            results.append(Sampled(None, failure=str(error), failure_kind="constraint"))
         except Exception as error:  # parameters that nobody should have let through hurt their own request only
             logger.exception("event=sampling_failed request=%s", state.request_id)
             results.append(Sampled(None, failure=f"sampling failed: {error!r}"))
@@ -129,6 +136,7 @@ def _changes_logits(state: RequestState) -> bool:
         or params.frequency_penalty
         or params.logit_bias
         or state.num_output < params.min_tokens
+        or state.grammar is not None
     )
 
 
@@ -138,7 +146,7 @@ def _adjusted(row: F32, state: RequestState) -> F32:
     if params.logit_bias:
         ids = np.fromiter((token for token, _ in params.logit_bias), dtype=np.int64)
         np.add.at(row, ids, np.fromiter((bias for _, bias in params.logit_bias), dtype=np.float32))
-    if state.num_output < params.min_tokens:
+    if state.num_output < params.min_tokens and state.grammar is None:
         row[[token for token in (*state.eos_token_ids, *params.stop_token_ids) if 0 <= token < len(row)]] = -np.inf
     if params.repetition_penalty != 1.0:
         ids = state.seen_ids()
@@ -148,6 +156,8 @@ def _adjusted(row: F32, state: RequestState) -> F32:
     if params.frequency_penalty or params.presence_penalty:
         ids, counts = state.output_counts()
         row[ids] -= np.float32(params.frequency_penalty) * counts + np.float32(params.presence_penalty)
+    if state.grammar is not None:
+        np.putmask(row, ~allowed(state.grammar.mask(), len(row)), -np.inf)
     return row
 
 

@@ -11,6 +11,7 @@ from itertools import chain
 import numpy as np
 
 from freetoken.execution.batch_state import BatchState, InvalidPlanError, RequestState
+from freetoken.execution.constraints import Grammars
 from freetoken.execution.experts import ExpertRunner
 from freetoken.execution.sampling import Sampled, sample
 from freetoken.messages import ActorName, RowResult, StepFailed, StepPlan, StepResult, StepRow
@@ -40,16 +41,17 @@ class StepExecutor:
         experts: ExpertRunner,
         limits: StepLimits,
         abort: threading.Event | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """``experts`` is the runner behind ``ops.experts``: its counters become the result's. ``abort`` is what ``ops``
-        watches."""
+        watches. Without ``grammars`` constrained requests fail."""
         self._abort = abort or threading.Event()
         self._decoder = decoder
         self._ops = ops
         self._experts = experts
         self._limits = limits
         self.requests = BatchState(
-            decoder.spec.vocab_size, limits.block_size, limits.num_blocks, limits.max_context_tokens
+            decoder.spec.vocab_size, limits.block_size, limits.num_blocks, limits.max_context_tokens, grammars
         )
 
     def abort(self) -> None:
@@ -97,7 +99,7 @@ class StepExecutor:
             for state, outcome in zip(sampling, sample(logits, sampling), strict=True):
                 outcomes[state.request_id] = outcome
                 if outcome.token_id is None:
-                    state.failure = outcome.failure
+                    state.failure, state.failure_kind = outcome.failure, outcome.failure_kind
                 else:
                     state.append_token(outcome.token_id)
         return StepResult(
@@ -149,5 +151,5 @@ class StepExecutor:
 
 def _row_result(state: RequestState, outcome: Sampled | None) -> RowResult:
     if outcome is None:
-        return RowResult(state.request_id, failure=state.failure)
-    return RowResult(state.request_id, outcome.token_id, outcome.logprob, outcome.failure)
+        return RowResult(state.request_id, failure=state.failure, failure_kind=state.failure_kind)
+    return RowResult(state.request_id, outcome.token_id, outcome.logprob, outcome.failure, outcome.failure_kind)

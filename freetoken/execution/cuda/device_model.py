@@ -25,7 +25,7 @@ from freetoken.execution.cuda.pieces import PIECE_BUCKETS, PIECE_TOKENS, bucket_
 from freetoken.execution.cuda.prefill_costs import PrefillCosts
 from freetoken.execution.cuda.program import LayerProgram
 from freetoken.execution.cuda.report import ReportBuffers
-from freetoken.execution.cuda.sampler import DeviceSampler
+from freetoken.execution.cuda.sampler import DeviceSampler, TokenMasks
 from freetoken.execution.cuda.staging import NothingMissing, StagedStep, Stager
 from freetoken.execution.cuda.weights import DenseWeights
 from freetoken.kernels.triton.attention import AttentionShape, QueryBlocks, query_block_tokens
@@ -184,6 +184,7 @@ class DeviceModel:
             (limits.max_samples, spec.hidden_size), dtype=weights.compute_dtype, device=self.device
         )
         self.sampler = DeviceSampler(limits.max_samples, spec.vocab_size, self.device)
+        self.masks = TokenMasks(limits.max_samples, spec.vocab_size, self.device)
         self.program = LayerProgram(weights, arena, self.table, plane)
         self.decode_batches: dict[int, DecodeBatch] = {}
         self._pieces: dict[int, PieceBatch] = {}
@@ -237,6 +238,7 @@ class DeviceModel:
                 for greedy in (True, False):
                     self.sampler.run(batch.logits, batch.inputs, greedy, self.report, self.table)
                 done += 1
+            self.masks.warm_up(self.logits)
             torch.cuda.synchronize(self.device)
         on_progress(total, total, "")
 

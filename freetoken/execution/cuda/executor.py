@@ -4,6 +4,10 @@ step thread enqueues step n + 1 before it finishes step n.
 Between the two, tokens that only the device knows stand as -1 in their request's state. Rows whose sampling needs the
 request's history or log-probabilities are sampled on the host when the step is finished; a plan that goes on with such
 a request must not be enqueued before (``must_finish_first``).
+
+Rows with a grammar stay on the device. Their masks follow from the tokens of the step before, so a step that has such
+rows is enqueued without its sampling (its ``tail``); that is launched as soon as the masks are there, by whoever comes
+first: ``finish`` of this step, which begins with it, or ``enqueue`` of the next one.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +25,7 @@ from torch import Tensor
 
 from freetoken._native import Mailbox
 from freetoken.execution.batch_state import BatchState, InvalidPlanError, RequestState
+from freetoken.execution.constraints import Grammars
 from freetoken.execution.cuda.data_plane import read_counts
 from freetoken.execution.cuda.device_model import DeviceModel
 from freetoken.execution.cuda.inputs import NUM_REAL_STRIDE, StepShape
@@ -29,6 +35,7 @@ from freetoken.execution.cuda.sampler import samples_on_host
 from freetoken.execution.cuda.watchdog import Watchdog
 from freetoken.execution.sampling import Sampled, sample
 from freetoken.execution.step_executor import StepLimits
+from freetoken.grammar import ConstraintError
 from freetoken.messages import ActorName, ExpertCounters, RowResult, StepFailed, StepPlan, StepResult, StepRow
 
 logger = logging.getLogger(__name__)
@@ -44,6 +51,17 @@ class Draw:
     token_index: int
     row: int
     on_host: bool
+    refused: str | None = None
+    """Why its grammar allows nothing."""
+
+
+@dataclass(slots=True)
+class Tail:
+    """The sampling of a step that waits for masks."""
+
+    logits: Tensor
+    inputs: Mapping[str, Tensor]
+    greedy: bool
 
 
 @dataclass(slots=True)
@@ -61,6 +79,8 @@ class Pending:
     passes: int = 1
     host_logits: Tensor | None = None
     event: torch.cuda.Event | None = None
+    tail: Tail | None = None
+    watched: bool = False
     launching: bool = False
     failed: StepFailed | None = None
 
@@ -72,9 +92,14 @@ class CudaStepExecutor:
     depth = 2
 
     def __init__(
-        self, model: DeviceModel, mailbox: Mailbox | None, limits: StepLimits, watchdog: Watchdog | None
+        self,
+        model: DeviceModel,
+        mailbox: Mailbox | None,
+        limits: StepLimits,
+        watchdog: Watchdog | None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """``mailbox`` is the one attached to ``model``."""
+        """``mailbox`` is the one attached to ``model``. Without ``grammars`` constrained requests fail."""
         self._model = model
         self._mailbox = mailbox
         self._limits = limits
@@ -82,7 +107,9 @@ class CudaStepExecutor:
         self._lock = threading.Lock()  # over requests and pending
         self._pending: list[Pending] = []
         spec = model.weights.spec
-        self.requests = BatchState(spec.vocab_size, limits.block_size, limits.num_blocks, limits.max_context_tokens)
+        self.requests = BatchState(
+            spec.vocab_size, limits.block_size, limits.num_blocks, limits.max_context_tokens, grammars
+        )
 
     # ------------------------------------------------------------------------------------------ enqueue
 
@@ -107,21 +134,31 @@ class CudaStepExecutor:
         if self._watchdog is not None:
             self._watchdog.begin()
         with self._lock:
+            for earlier in self._pending:  # the stream must have their sampling first
+                self._launch_tail(earlier)
             try:
                 self._enqueue(plan, pending)
             except Exception as error:
-                self._spare_earlier_steps(plan)
-                pending.failed = self._fail(plan, error)
-                pending.draws = []
-                self._abandon(pending)
+                self._give_up(pending, error)
             self._pending.append(pending)
-        if pending.event is None and self._watchdog is not None:
+            pending.watched = pending.event is not None or pending.tail is not None
+        if not pending.watched and self._watchdog is not None:
             self._watchdog.end()
         return pending
 
-    def _spare_earlier_steps(self, plan: StepPlan) -> None:
-        """``plan`` fails before the steps under way are finished: what they have computed stays true."""
+    def _give_up(self, pending: Pending, error: Exception) -> None:
+        self._spare_earlier_steps(pending)
+        pending.failed = self._fail(pending.plan, error)
+        pending.draws = []
+        pending.tail = None
+        self._abandon(pending)
+
+    def _spare_earlier_steps(self, pending: Pending) -> None:
+        """This step fails before the ones under way are finished: what they have computed stays true."""
+        plan = pending.plan
         for earlier in self._pending:
+            if earlier is pending:
+                break
             sound = {state.request_id for state in earlier.states if state.failure is None}
             earlier.spared.update(sound.intersection(row.request_id for row in plan.rows))
 
@@ -162,18 +199,51 @@ class CudaStepExecutor:
                 inputs, logits = model.inputs.device_views(shape), model.logits[: shape.samples]
             if draws:
                 greedy = all(draw.on_host or draw.state.sampling.temperature == 0.0 for draw in draws)
-                model.sampler.run(logits, inputs, greedy, model.report, model.table)
+                model.sampler.check(logits, model.report)
                 pending.host_logits = self._copy_logits(logits, draws)
-            pending.report = model.report.download(shape.samples)
-            if model.on_gpu:
-                pending.event = torch.cuda.Event(blocking=True)  # a waiter that spins takes a core from the CPU experts
-                pending.event.record()
+                tail = Tail(logits, inputs, greedy)
+                if any(draw.state.grammar is not None and not draw.on_host for draw in draws):
+                    pending.tail = tail
+                else:
+                    model.sampler.draw(logits, inputs, greedy, model.report, model.table)
+            if pending.tail is None:
+                self._end_launch(pending, shape.samples)
         pending.draws = draws
         for row, state in running:
             state.num_computed = row.start + row.num_tokens
         for draw in draws:
             draw.token_index = len(draw.state.tokens)
             draw.state.tokens.append(-1)
+
+    def _end_launch(self, pending: Pending, num_samples: int) -> None:
+        pending.report = self._model.report.download(num_samples)
+        if self._model.on_gpu:
+            pending.event = torch.cuda.Event(blocking=True)  # a waiter that spins takes a core from the CPU experts
+            pending.event.record()
+
+    def _launch_tail(self, pending: Pending) -> None:
+        """Sample a step that waits for its masks; nothing for others. The step before it must be finished."""
+        tail, pending.tail = pending.tail, None
+        if tail is None:
+            return
+        model = self._model
+        rows, masks = [], []
+        for draw in pending.draws:
+            grammar = draw.state.grammar
+            if draw.on_host or grammar is None:
+                continue
+            try:
+                masks.append(grammar.mask())
+                rows.append(draw.row)
+            except ConstraintError as error:
+                draw.refused = str(error)
+        try:
+            with model.on_stream():
+                model.masks.apply(tail.logits, rows, masks)
+                model.sampler.draw(tail.logits, tail.inputs, tail.greedy, model.report, model.table)
+                self._end_launch(pending, len(tail.logits))
+        except Exception as error:
+            self._give_up(pending, error)
 
     def _abandon(self, pending: Pending) -> None:
         """Nothing is left of a step that could not be launched whole: no note for the next one, and nothing that still
@@ -336,13 +406,15 @@ class CudaStepExecutor:
         """Wait for ``pending``, the oldest step under way, and read its outcome."""
         plan = pending.plan
         error: Exception | None = None
+        with self._lock:
+            self._launch_tail(pending)
         if pending.event is not None:
             try:
                 pending.event.synchronize()
             except Exception as found:  # the device itself failed
                 error = found
-            if self._watchdog is not None:
-                self._watchdog.end()
+        if pending.watched and self._watchdog is not None:
+            self._watchdog.end()
         with self._lock:
             self._pending.remove(pending)
             if pending.failed is not None:
@@ -374,6 +446,8 @@ class CudaStepExecutor:
             for draw in pending.draws:
                 if draw.on_host:
                     outcome = next(host)
+                elif draw.refused is not None:
+                    outcome = Sampled(None, failure=draw.refused, failure_kind="constraint")
                 elif np.isfinite(report.sums[draw.row]):
                     outcome = Sampled(int(report.ids[draw.row]))
                 else:
@@ -383,14 +457,15 @@ class CudaStepExecutor:
         rows = []
         for state, failure in zip(pending.states, pending.failures, strict=True):
             found = outcomes.get(state.request_id)
+            kind = state.failure_kind
             if failure is None and found is not None:
-                failure = found.failure
+                failure, kind = found.failure, found.failure_kind
             if failure is None and state.request_id not in pending.spared:
-                failure = state.failure
+                failure, kind = state.failure, state.failure_kind
             if failure is None and found is not None:
                 rows.append(RowResult(state.request_id, found.token_id, found.logprob))
             else:
-                rows.append(RowResult(state.request_id, failure=failure))
+                rows.append(RowResult(state.request_id, failure=failure, failure_kind=kind))
         return StepResult(plan.step_id, plan.epoch, tuple(rows), pending.started_ns, time.monotonic_ns(), experts)
 
     def _aborted(self) -> RuntimeError:
@@ -410,11 +485,14 @@ class CudaStepExecutor:
     def _settle(draw: Draw, outcome: Sampled) -> None:
         state = draw.state
         if outcome.token_id is None:
-            state.failure = state.failure or outcome.failure
+            if state.failure is None:
+                state.failure, state.failure_kind = outcome.failure, outcome.failure_kind
         elif draw.on_host:
             state.append_token(outcome.token_id)
         else:
             state.tokens[draw.token_index] = outcome.token_id
+            if state.grammar is not None:
+                state.grammar.advance(outcome.token_id)
 
     def _fail(self, plan: StepPlan, error: Exception) -> StepFailed:
         message = f"{type(error).__name__}: {error}"

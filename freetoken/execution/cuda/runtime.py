@@ -13,6 +13,7 @@ from freetoken._native import Mailbox, SharedSegment
 from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.checkpoint.held_store import HeldStore
 from freetoken.errors import CheckpointError
+from freetoken.execution.constraints import Grammars
 from freetoken.execution.cuda.arena import TORCH_DTYPES, CudaArena
 from freetoken.execution.cuda.data_plane import DataPlane, ExpertRecords
 from freetoken.execution.cuda.device_model import DECODE_BATCHES, DeviceLimits, DeviceModel
@@ -76,6 +77,7 @@ class CudaRuntime:
         self._plane: DataPlane | None = None
         self._model: DeviceModel | None = None
         self._mailbox: Mailbox | None = None
+        self._grammars = Grammars(launch.checkpoint, spec.vocab_size, spec.eos_token_ids)
         if spec.is_moe:
             try:
                 self._plane = self._open_plane(driver)
@@ -199,10 +201,11 @@ class CudaRuntime:
             max_batch_tokens=plan.max_batch_tokens,
             seed_tail_tokens=config.experts.seed_tail_tokens,
         )
-        return CudaStepExecutor(self.model, mailbox, limits, self._watchdog)
+        return CudaStepExecutor(self.model, mailbox, limits, self._watchdog, self._grammars)
 
     def close(self) -> None:
         """Unregister host memory; idempotent. No step may be running, and none will run any more."""
+        self._grammars.close()
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None

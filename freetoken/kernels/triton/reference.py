@@ -142,3 +142,13 @@ def gumbel_scores(logits: Tensor, temperature: float, seed: int, position: int) 
     words = philox(seed, np.arange(logits.shape[-1]), position)
     v = torch.from_numpy((words.astype(np.float64) + 0.5) / 2**32)
     return logits.double().cpu() / temperature - torch.log(-torch.log1p(-v))
+
+
+def apply_token_masks(logits: Tensor, rows: Tensor, masks: Tensor) -> Tensor:
+    """``logits`` [S, V] with -inf in row rows[c] wherever masks[c] (one bit a token) has a zero; a copy."""
+    out = logits.clone()
+    token = torch.arange(logits.shape[1], device=logits.device)
+    for row, mask in zip(rows.tolist(), masks, strict=True):
+        allowed = (mask[token // 32] >> (token % 32)) & 1
+        out[row] = torch.where(allowed.bool(), out[row], float("-inf"))
+    return out
