@@ -8,6 +8,8 @@
 namespace ft {
 namespace {
 
+constexpr std::int64_t kNoticeableWaitNs = 3000;
+
 double checked_fraction(double fraction) {
   if (!(fraction >= 0.0 && fraction <= 1.0)) {
     throw std::invalid_argument("cache server: fetch_fraction " + std::to_string(fraction) + " is not in 0..1");
@@ -76,6 +78,52 @@ void CacheServer::stop() {
 
 void CacheServer::set_fetch_fraction(double fraction) {
   fetch_fraction_.store(checked_fraction(fraction), std::memory_order_relaxed);
+  auto_split_.store(false, std::memory_order_seq_cst);
+}
+
+void CacheServer::set_auto_split(const SplitCosts& costs) {
+  auto next = std::make_unique<Splits>(costs);
+  std::lock_guard lock(split_mutex_);
+  next_splits_ = std::move(next);
+  shown_split_ = next_splits_->decode.status();
+  has_next_split_.store(true, std::memory_order_seq_cst);
+  auto_split_.store(true, std::memory_order_seq_cst);
+}
+
+std::optional<SplitPlanner::Status> CacheServer::split_status() const {
+  if (!auto_split_.load(std::memory_order_seq_cst)) return std::nullopt;
+  std::lock_guard lock(split_mutex_);
+  return shown_split_;
+}
+
+// Null while the share is fixed.
+SplitPlanner* CacheServer::current_split(const PublishView& publish) {
+  if (!auto_split_.load(std::memory_order_relaxed)) return nullptr;
+  if (has_next_split_.load(std::memory_order_relaxed)) {
+    std::unique_lock lock(split_mutex_, std::try_to_lock);
+    if (lock.owns_lock()) {
+      splits_ = std::move(next_splits_);
+      has_next_split_.store(false, std::memory_order_relaxed);
+    }
+  }
+  return splits_ != nullptr ? &splits_->of(publish.num_tokens) : nullptr;
+}
+
+void CacheServer::observe_split(const LayerTiming& timing) {
+  if (splits_ == nullptr || timing.own_ns == 0) return;
+  double cpu_ns = static_cast<double>(timing.start_ns + timing.cpu_ns);
+  // Where the device had to wait, what counts is when the share reached it.
+  if (timing.cpu_ns > 0 && timing.wait_ns > kNoticeableWaitNs) {
+    cpu_ns = static_cast<double>(timing.own_ns + timing.wait_ns);
+  }
+  splits_->of(static_cast<int>(timing.num_tokens))
+      .observe(SplitTiming{previous_.shares, static_cast<double>(timing.own_ns), timing.cpu_ns > 0 ? cpu_ns : 0.0});
+}
+
+void CacheServer::show_split() {
+  if (splits_ == nullptr) return;
+  std::unique_lock lock(split_mutex_, std::try_to_lock);
+  if (lock.owns_lock() && next_splits_ == nullptr) shown_split_ = splits_->decode.status();
 }
 
 void CacheServer::serve() {
@@ -108,7 +156,8 @@ bool CacheServer::answer(std::uint32_t seq) {
                             static_cast<int>(request.top_k),
                             mailbox_->ids(),
                             mailbox_->admit(),
-                            (request.flags & kDeviceOnly) != 0};
+                            (request.flags & kDeviceOnly) != 0,
+                            request.layer < record_bytes_.size() ? static_cast<double>(record_bytes_[request.layer]) : 0.0};
   AbortReason refusal = AbortReason::kNone;
   const bool wants_rows = (request.flags & kDeterministic) != 0;
   if (request.seq != seq || (wants_rows && mailbox_->geometry().route_rows == 0)) {
@@ -117,7 +166,7 @@ bool CacheServer::answer(std::uint32_t seq) {
     refusal = AbortReason::kNoBell;  // this publish was found by chance
   } else {
     refusal = planner_.plan(publish, *slots_, fetch_fraction_.load(std::memory_order_relaxed), in_place_, header,
-                            mailbox_->entries(), mailbox_->routes());
+                            mailbox_->entries(), mailbox_->routes(), current_split(publish));
   }
   if (refusal != AbortReason::kNone) {
     mailbox_->abort(refusal);
@@ -150,9 +199,14 @@ bool CacheServer::answer(std::uint32_t seq) {
   LayerStamps::OfCache& stamps = mailbox_->stamps(request.layer).cache;
   stamps.seen.store(seen_ns, std::memory_order_relaxed);
   stamps.planned.store(planned_ns, std::memory_order_relaxed);
-  if (previous_.planned_ns != 0) count_timing(timing);
+  if (previous_.planned_ns != 0) {
+    count_timing(timing);
+    observe_split(timing);
+  }
   previous_ =
-      PublishedPlan{seq, request.layer, request.num_tokens, plan.num_hits, plan.num_fetches, plan.num_cpu, planned_ns};
+      PublishedPlan{seq, request.layer, request.num_tokens, plan.num_hits, plan.num_fetches, plan.num_cpu, planned_ns,
+                    publish.device_only ? LayerShares{} : planner_.shares()};
+  show_split();
   return true;
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include "layer_planner.h"
 #include "mailbox.h"
 #include "slot_table.h"
+#include "split_planner.h"
 
 namespace ft {
 
@@ -62,7 +64,12 @@ class CacheServer {
   void notice() { wait_.notice(mailbox_->req().bell); }
   void rest() { wait_.rest(); }
 
+  // The split from the next publish on: a fixed share of the misses, or by live rates that start as `costs`. Any
+  // thread, any time. Throw std::invalid_argument.
   void set_fetch_fraction(double fraction);
+  void set_auto_split(const SplitCosts& costs);
+  // Of the split of decode steps by live rates, as of a recent publish; nothing while the share is fixed. Any thread, any time.
+  std::optional<SplitPlanner::Status> split_status() const;
   // Any thread, any time. Cumulative but for resident and in_flight.
   CacheCounters counters() const;
   // [num_layers, 3]: hits, fetches, cpu.
@@ -79,7 +86,12 @@ class CacheServer {
     std::uint32_t seq = 0, layer = 0, num_tokens = 0;
     std::uint32_t num_hits = 0, num_fetches = 0, num_cpu = 0;
     std::int64_t planned_ns = 0;  // 0: there is none
+    LayerShares shares;  // empty when the split had no say
   };
+
+  SplitPlanner* current_split(const PublishView& publish);
+  void observe_split(const LayerTiming& timing);
+  void show_split();
 
   // One writer (the server thread); relaxed, because each figure stands alone.
   struct Counter {
@@ -96,6 +108,22 @@ class CacheServer {
   const std::vector<std::int64_t> record_bytes_;
   ClientWait wait_;
   LayerPlanner planner_;
+
+  // The server thread takes a new planner, and shows what its own does, only when nobody else has the lock: it never
+  // waits for it.
+  mutable std::mutex split_mutex_;
+  // Publishes of few tokens and of many have rates of their own: kernels and bounds differ.
+  static constexpr int kDecodeTokens = 16;
+  struct Splits {
+    explicit Splits(const SplitCosts& costs) : decode(costs), prefill(costs) {}
+    SplitPlanner& of(int num_tokens) { return num_tokens <= kDecodeTokens ? decode : prefill; }
+    SplitPlanner decode, prefill;
+  };
+  std::unique_ptr<Splits> next_splits_;
+  SplitPlanner::Status shown_split_;
+  std::atomic<bool> has_next_split_{false};
+  std::atomic<bool> auto_split_{false};
+  std::unique_ptr<Splits> splits_;  // of the server thread
 
   Counter hits_, fetches_, cpu_, admitted_, evicted_, fetched_bytes_, cpu_bytes_, publishes_, resident_, in_flight_,
       plan_ns_;

@@ -21,6 +21,7 @@ LayerPlanner::LayerPlanner(const MailboxGeometry& geometry, std::uint32_t max_en
   }
   uses_.reserve(max_entries);
   misses_.reserve(max_entries);
+  miss_routes_.reserve(max_entries);
   scores_.assign(max_entries, 0.0);
   can_fetch_.assign(max_entries, 0);
   routes_of_.assign(geometry.num_experts, 0);
@@ -65,28 +66,69 @@ bool LayerPlanner::collect(const PublishView& p, const std::int32_t* routes) {
   return true;
 }
 
-// Those that can be fetched before those that cannot; the best first: those are the ones worth a slot. Ties go to more
-// routes, then to the earlier one.
+// Those that can be fetched before those that cannot; then by routes, because each costs the CPU time and the bus none;
+// then the best for a slot, then the earlier one.
 void LayerPlanner::order_misses(const PublishView& p, const SlotTable& slots) {
   for (const std::int32_t i : misses_) scores_[i] = slots.score(p.layer, uses_[i].expert);
   std::sort(misses_.begin(), misses_.end(), [this](std::int32_t a, std::int32_t b) {
     if (can_fetch_[a] != can_fetch_[b]) return can_fetch_[a] > can_fetch_[b];
-    if (scores_[a] != scores_[b]) return scores_[a] > scores_[b];
     const std::int32_t routes_a = routes_of_[uses_[a].expert];
     const std::int32_t routes_b = routes_of_[uses_[b].expert];
     if (routes_a != routes_b) return routes_a > routes_b;
+    if (scores_[a] != scores_[b]) return scores_[a] > scores_[b];
     return a < b;
   });
 }
 
+// Of those that are fetched, the best are the first to get a slot. Ties go to more routes, then to the earlier one.
+void LayerPlanner::order_admissions(int num_fetches) {
+  std::sort(misses_.begin(), misses_.begin() + num_fetches, [this](std::int32_t a, std::int32_t b) {
+    if (scores_[a] != scores_[b]) return scores_[a] > scores_[b];
+    const std::int32_t routes_a = routes_of_[uses_[a].expert];
+    const std::int32_t routes_b = routes_of_[uses_[b].expert];
+    return routes_a != routes_b ? routes_a > routes_b : a < b;
+  });
+}
+
+// Of the misses in their order. Fills shares_.
+int LayerPlanner::choose_fetches(const PublishView& p, const SlotTable& slots, int num_fetchable,
+                                 double fetch_fraction, SplitPlanner* split) {
+  const int num_misses = static_cast<int>(misses_.size());
+  miss_routes_.clear();
+  std::int32_t miss_extra = 0;
+  for (const std::int32_t i : misses_) {
+    miss_routes_.push_back(routes_of_[uses_[i].expert]);
+    miss_extra += miss_routes_.back() - 1;
+  }
+  const int num_hits = static_cast<int>(uses_.size()) - num_misses;
+  const int hit_extra = total_routes_ - miss_extra - num_misses - num_hits;
+  int num_fetches = num_misses;
+  if (!p.device_only && split != nullptr) {
+    num_fetches = split->choose(LayerWork{.num_hits = num_hits,
+                                          .hit_extra = hit_extra,
+                                          .record_bytes = p.record_bytes,
+                                          .miss_routes = miss_routes_,
+                                          .num_fetchable = num_fetchable,
+                                          .num_free_slots = slots.num_free()});
+  } else if (!p.device_only) {
+    num_fetches = std::min(num_fetchable, plan_num_fetches(fetch_fraction, num_misses));
+  }
+  std::int32_t fetch_extra = 0;
+  for (int i = 0; i < num_fetches; ++i) fetch_extra += miss_routes_[i] - 1;
+  shares_ = LayerShares{num_hits,    num_fetches,              num_misses - num_fetches, hit_extra,
+                        fetch_extra, miss_extra - fetch_extra, p.record_bytes};
+  return num_fetches;
+}
+
 AbortReason LayerPlanner::plan(const PublishView& p, SlotTable& slots, double fetch_fraction, bool in_place,
-                               PlanHeader& header, PlanEntry* entries, std::int32_t* routes) {
+                               PlanHeader& header, PlanEntry* entries, std::int32_t* routes, SplitPlanner* split) {
   const auto limit = static_cast<int>(p.device_only ? geometry_.max_tokens : geometry_.max_shared_tokens);
   if (p.layer < 0 || p.layer >= static_cast<int>(geometry_.num_layers) || p.num_tokens < 0 || p.num_tokens > limit ||
       p.top_k < 1 || p.top_k > static_cast<int>(geometry_.top_k) || !collect(p, routes)) {
     return AbortReason::kBadPublish;
   }
   const std::int64_t evicted_before = slots.evicted_total();
+  shares_ = LayerShares{};
   if (!in_place) slots.begin_publish(p.layer, uses_, num_admitting_tokens_);
   misses_.clear();
   int num_fetchable = 0;
@@ -103,7 +145,8 @@ AbortReason LayerPlanner::plan(const PublishView& p, SlotTable& slots, double fe
   if (!in_place) {
     if (!refused) {
       order_misses(p, slots);
-      num_fetches = p.device_only ? num_misses : std::min(num_fetchable, plan_num_fetches(fetch_fraction, num_misses));
+      num_fetches = choose_fetches(p, slots, num_fetchable, fetch_fraction, split);
+      order_admissions(num_fetches);
       for (int i = 0; i < num_fetches; ++i) {
         ExpertUse& use = uses_[misses_[i]];
         slots.admit(p.layer, use);

@@ -6,6 +6,7 @@
 
 #include "mailbox.h"
 #include "slot_table.h"
+#include "split_planner.h"
 
 namespace ft {
 
@@ -21,6 +22,7 @@ struct PublishView {
   const std::int32_t* ids = nullptr;
   const std::uint8_t* admit = nullptr;
   bool device_only = false;
+  double record_bytes = 0.0;  // for the split
 };
 
 // Not thread-safe; allocates in its constructor only.
@@ -31,17 +33,24 @@ class LayerPlanner {
   LayerPlanner(const MailboxGeometry& geometry, std::uint32_t max_entries, std::vector<std::uint8_t> fetchable = {});
 
   // Fills header (but for seq), entries and routes. in_place: experts are hits in the store and `slots` is not touched.
-  // Records that are not fetchable go to the CPU unless a slot holds them.
+  // Records that are not fetchable go to the CPU unless a slot holds them. The misses are split by `fetch_fraction`, or
+  // by `split` when it is not null.
   //
   // kNone, or else why there is no plan: kBadPublish (a value is out of range; nothing has changed) or kNotFetchable
   // (the publish is device_only and names such a record).
   AbortReason plan(const PublishView& publish, SlotTable& slots, double fetch_fraction, bool in_place,
-                   PlanHeader& header, PlanEntry* entries, std::int32_t* routes);
+                   PlanHeader& header, PlanEntry* entries, std::int32_t* routes, SplitPlanner* split = nullptr);
+
+  // Of the last plan; empty when it was refused or in place.
+  const LayerShares& shares() const { return shares_; }
 
  private:
   bool collect(const PublishView& publish, const std::int32_t* routes);
   void forget_counts();
   void order_misses(const PublishView& publish, const SlotTable& slots);
+  void order_admissions(int num_fetches);
+  int choose_fetches(const PublishView& publish, const SlotTable& slots, int num_fetchable, double fetch_fraction,
+                     SplitPlanner* split);
   void write_entries(const PublishView& publish, bool in_place, int num_fetches, PlanEntry* entries,
                      std::int32_t* routes);
   bool is_fetchable(int layer, int expert) const {
@@ -54,6 +63,8 @@ class LayerPlanner {
   std::vector<std::int32_t> misses_;     // indices into uses_
   std::vector<double> scores_;           // by use; of misses only
   std::vector<std::uint8_t> can_fetch_;  // by use
+  std::vector<std::int32_t> miss_routes_;
+  LayerShares shares_;
   // By expert; the first two are 0 between publishes.
   std::vector<std::int32_t> routes_of_;
   std::vector<std::int32_t> admitting_of_;   // routes of admitting tokens

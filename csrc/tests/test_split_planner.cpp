@@ -1,0 +1,233 @@
+// The split by live rates, with injected costs and a virtual clock.
+#include <algorithm>
+#include <cmath>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include "check.h"
+#include "split_planner.h"
+
+namespace {
+
+using ft::LayerShares;
+using ft::SplitTiming;
+using ft::LayerWork;
+using ft::SideCost;
+using ft::SplitCosts;
+using ft::SplitPlanner;
+
+constexpr double kBytes = 2.0e6;
+
+// Rates in bytes per ns: 2 MB over PCIe in 40 us, on the CPU in 25 us.
+SplitCosts usual_costs() {
+  SplitCosts costs;
+  costs.fetch = SideCost{10e3, 1.0 / 55, 0.0};
+  costs.fetch_beside = SideCost{10e3, 1.0 / 50, 0.0};
+  costs.cpu = SideCost{20e3, 1.0 / 90, 1.0 / 900};
+  costs.cpu_beside = SideCost{20e3, 1.0 / 80, 1.0 / 800};
+  costs.hit_byte_ns = 1.0 / 3000;
+  return costs;
+}
+
+struct World {
+  double fetch = 1.0, cpu = 1.0;  // factors of the truth
+
+  SplitPlanner::Factors factors() const { return {fetch, fetch, cpu, cpu}; }
+  SplitTiming time(const SplitPlanner& planner, const LayerShares& shares) const {
+    return SplitTiming{shares, planner.device_ns(shares, factors()), planner.cpu_ns(shares, factors())};
+  }
+};
+
+LayerWork work_of(const std::vector<std::int32_t>& routes, int num_hits = 3) {
+  return LayerWork{.num_hits = num_hits,
+                   .record_bytes = kBytes,
+                   .miss_routes = routes,
+                   .num_fetchable = static_cast<int>(routes.size())};
+}
+
+LayerShares shares_of(const LayerWork& work, int q) {
+  const auto misses = static_cast<int>(work.miss_routes.size());
+  LayerShares shares{work.num_hits, q, misses - q, work.hit_extra, 0, 0, work.record_bytes};
+  for (int i = 0; i < misses; ++i) (i < q ? shares.fetch_extra : shares.cpu_extra) += work.miss_routes[i] - 1;
+  return shares;
+}
+
+int layer(SplitPlanner& planner, const World& world, const std::vector<std::int32_t>& routes) {
+  const LayerWork work = work_of(routes);
+  const int q = planner.choose(work);
+  CHECK(q >= 0 && q <= work.num_fetchable);
+  planner.observe(world.time(planner, shares_of(work, q)));
+  return q;
+}
+
+void test_equals_brute_force() {
+  std::mt19937 random(1);
+  const auto uniform = [&](double low, double high) {
+    return low * std::pow(high / low, std::uniform_real_distribution<double>(0, 1)(random));
+  };
+  for (int round = 0; round < 3000; ++round) {
+    SplitCosts costs;
+    for (SideCost* side : {&costs.fetch, &costs.fetch_beside, &costs.cpu, &costs.cpu_beside}) {
+      *side = SideCost{uniform(1e2, 1e5), uniform(1e-3, 1.0), uniform(1e-5, 0.1)};
+    }
+    costs.hit_byte_ns = uniform(1e-4, 1e-1);
+    costs.hits_load_memory = round % 2 == 0;
+    SplitPlanner planner(costs);
+    SplitPlanner::Factors factors;
+    for (double& factor : factors) factor = uniform(0.1, 10.0);
+    std::vector<std::int32_t> routes(random() % 12);
+    for (std::int32_t& r : routes) r = 1 + static_cast<std::int32_t>(random() % 8);
+    LayerWork work = work_of(routes, static_cast<int>(random() % 4));
+    work.hit_extra = work.num_hits > 0 ? static_cast<int>(random() % 5) : 0;
+    work.num_fetchable = static_cast<int>(random() % (routes.size() + 1));
+    int wanted = 0;
+    double least = 1e300;
+    for (int q = 0; q <= work.num_fetchable; ++q) {
+      const LayerShares shares = shares_of(work, q);
+      const double device = planner.device_ns(shares, factors), cpu = planner.cpu_ns(shares, factors);
+      if (std::max(device, cpu) <= least) {
+        least = std::max(device, cpu);
+        wanted = q;
+      }
+    }
+    CHECK(planner.best(work, factors) == wanted);
+    const int chosen = planner.choose(work);
+    CHECK(chosen >= 0 && chosen <= work.num_fetchable);
+  }
+}
+
+void test_routes_count() {
+  SplitCosts costs = usual_costs();
+  costs.cpu_beside.route_byte_ns = costs.cpu_beside.byte_ns;
+  SplitPlanner planner(costs);
+  const SplitPlanner::Factors same{1, 1, 1, 1};
+  const std::vector<std::int32_t> single(8, 1), many(8, 8);
+  CHECK(planner.best(work_of(many), same) > planner.best(work_of(single), same));
+}
+
+// A CPU that delivers a tenth of its profile loses its share within 32 steps, and gets it back.
+void test_demotion_and_return() {
+  SplitPlanner planner(usual_costs());
+  World world;
+  const std::vector<std::int32_t> routes(6, 1);
+  int usual = 0;
+  for (int i = 0; i < 300; ++i) usual = layer(planner, world, routes);
+  usual = planner.best(work_of(routes), planner.status().applied);
+  CHECK(usual > 0 && usual < 6 && planner.status().changes == 0);
+  world.cpu = 10.0;
+  int demoted_at = -1;
+  for (int i = 0; i < 32 && demoted_at < 0; ++i) {
+    if (layer(planner, world, routes) == 6) demoted_at = i;
+  }
+  CHECK(demoted_at >= 0);
+  const std::int64_t changes = planner.status().changes;
+  CHECK(changes >= 1);
+  int on_cpu = 0;
+  for (int i = 0; i < 3000; ++i) on_cpu += 6 - layer(planner, world, routes);
+  CHECK(on_cpu > 0 && on_cpu < 150);  // probes
+  world.cpu = 1.0;
+  int last = 6;
+  for (int i = 0; i < 20000; ++i) last = layer(planner, world, routes);
+  CHECK(planner.best(work_of(routes), planner.status().applied) == usual);
+  CHECK(last <= 6);
+}
+
+// The same for a bus that falls to a twentieth: everything goes to the CPU but for probes.
+void test_collapse_to_cpu() {
+  SplitPlanner planner(usual_costs());
+  World world;
+  const std::vector<std::int32_t> routes(4, 1);
+  for (int i = 0; i < 200; ++i) layer(planner, world, routes);
+  world.fetch = 20.0;
+  for (int i = 0; i < 64; ++i) layer(planner, world, routes);
+  int fetched = 0;
+  for (int i = 0; i < 2000; ++i) fetched += layer(planner, world, routes);
+  CHECK(planner.best(work_of(routes), planner.status().applied) == 0);
+  CHECK(fetched > 0 && fetched < 200);
+}
+
+// Rates that flicker around the point where the best choice changes cause at most two changes in 1,000 steps.
+void test_hysteresis(unsigned seed, double amplitude, int period) {
+  std::mt19937 random(seed);
+  const std::vector<std::int32_t> routes(5, 1);
+  SplitPlanner reference(usual_costs());
+  // The factor of the CPU at which fetching all and leaving one to the CPU cost the same.
+  double low = 1.0, high = 64.0;
+  for (int i = 0; i < 60; ++i) {
+    const double middle = std::sqrt(low * high);
+    const SplitPlanner::Factors factors{1, 1, middle, middle};
+    (reference.best(work_of(routes), factors) == 5 ? high : low) = middle;
+  }
+  SplitPlanner planner(usual_costs());
+  World world;
+  world.cpu = high;
+  for (int i = 0; i < 600; ++i) layer(planner, world, routes);
+  const std::int64_t before = planner.status().changes;
+  std::uniform_real_distribution<double> noise(-1.0, 1.0);
+  for (int i = 0; i < 1000; ++i) {
+    const double phase = period == 0 ? noise(random) : (i / period % 2 == 0 ? 1.0 : -1.0);
+    world.cpu = high * std::exp(amplitude * phase);
+    world.fetch = std::exp(0.3 * amplitude * noise(random));
+    layer(planner, world, routes);
+  }
+  CHECK(planner.status().changes - before <= 2);
+}
+
+// Nothing is known but wrong beliefs: the choice becomes that of the truth.
+void test_wrong_beliefs() {
+  for (const double error : {0.1, 0.3, 3.0, 8.0}) {
+    SplitPlanner planner(usual_costs());
+    World world;
+    world.fetch = error;
+    const std::vector<std::int32_t> routes(6, 1);
+    for (int i = 0; i < 2000; ++i) layer(planner, world, routes);
+    const SplitPlanner::Factors truth = world.factors();
+    const LayerWork work = work_of(routes);
+    const int chosen = planner.best(work, planner.status().applied);
+    const int right = planner.best(work, truth);
+    CHECK(planner.layer_ns(shares_of(work, chosen), truth) <= 1.05 * planner.layer_ns(shares_of(work, right), truth));
+  }
+}
+
+void test_free_slots_are_filled() {
+  SplitPlanner planner(usual_costs());
+  const std::vector<std::int32_t> routes(6, 1);
+  LayerWork work = work_of(routes);
+  work.num_free_slots = 100;
+  CHECK(planner.choose(work) == 6);
+  work.num_fetchable = 2;
+  CHECK(planner.choose(work) == 2);
+}
+
+void test_refusals() {
+  const auto refused = [](const SplitCosts& costs) {
+    try {
+      SplitPlanner planner(costs);
+      return false;
+    } catch (const std::invalid_argument&) {
+      return true;
+    }
+  };
+  SplitCosts costs = usual_costs();
+  costs.cpu.byte_ns = 0.0;
+  CHECK(refused(costs));
+  costs = usual_costs();
+  costs.fetch.fixed_ns = std::nan("");
+  CHECK(refused(costs));
+  CHECK(!refused(usual_costs()));
+}
+
+}  // namespace
+
+int main() {
+  test_equals_brute_force();
+  test_routes_count();
+  test_demotion_and_return();
+  test_collapse_to_cpu();
+  for (unsigned seed = 0; seed < 20; ++seed) test_hysteresis(seed, 0.3, 0);
+  for (const int period : {1, 2, 5, 16, 50, 200}) test_hysteresis(1, 0.3, period);
+  test_wrong_beliefs();
+  test_free_slots_are_filled();
+  test_refusals();
+}
