@@ -227,6 +227,19 @@ def expert_ffn(
     """out[T,H] = sum over k of weights[t,k] * FFN(ids[t,k])(hidden[t]), straight from the store. Ids of -1 are
     skipped."""
 
+def time_experts(
+    pool: WorkerPool,
+    store: ExpertStore,
+    layer: int,
+    num_experts: int,
+    num_tokens: int,
+    window_s: float,
+    slots: SharedSegment | None = None,
+) -> I64:
+    """Nanoseconds of each of as many layers as fit ``window_s`` (two at least) that run ``num_experts`` records for
+    all of ``num_tokens`` tokens each, as CpuExecutor does. With ``slots`` every record is copied there first, as the
+    CPU device fetches it."""
+
 @final
 class Mailbox:
     """The per-layer hand-off between GpuExecutor, ExpertCache and CpuExecutor, in one shared segment."""
@@ -335,6 +348,80 @@ class SlotTable:
         """``AssertionError`` when free + resident + in flight != capacity or the two directions disagree."""
 
 @final
+class SideCost:
+    """Of one party for one layer: fixed_ns + sum over its records of bytes * (byte_ns + (routes - 1) *
+    route_byte_ns)."""
+
+    def __init__(self, fixed_ns: float, byte_ns: float, route_byte_ns: float = 0.0) -> None: ...
+    @property
+    def fixed_ns(self) -> float: ...
+    @property
+    def byte_ns(self) -> float: ...
+    @property
+    def route_byte_ns(self) -> float: ...
+
+@final
+class SplitCosts:
+    """What a layer's misses cost before anything was measured in service (see freetoken/costs.py)."""
+
+    def __init__(
+        self,
+        fetch: SideCost,
+        fetch_beside: SideCost,
+        cpu: SideCost,
+        cpu_beside: SideCost,
+        hit_byte_ns: float = 0.0,
+        hits_load_memory: bool = False,
+    ) -> None:
+        """``ValueError`` naming a negative or infinite value, or a party without a cost per byte."""
+
+@final
+class LayerShares:
+    """What both parties do in one layer; ``extra``: routes beyond the first of each record."""
+
+    def __init__(
+        self,
+        num_hits: int,
+        num_fetches: int,
+        num_cpu: int,
+        record_bytes: float,
+        hit_extra: int = 0,
+        fetch_extra: int = 0,
+        cpu_extra: int = 0,
+    ) -> None: ...
+
+@final
+class SplitPlanner:
+    """The split by live rates as ``CacheServer`` uses it, for tests and simulations (csrc/core/split_planner.h)."""
+
+    def __init__(self, costs: SplitCosts) -> None: ...
+    def choose(
+        self,
+        miss_routes: Sequence[int],
+        record_bytes: float,
+        num_hits: int = 0,
+        hit_extra: int = 0,
+        num_fetchable: int = -1,
+        num_free_slots: int = 0,
+    ) -> int:
+        """How many of the misses to fetch, from the front; ``num_fetchable`` -1: all can be."""
+
+    def best(self, miss_routes: Sequence[int], record_bytes: float, num_hits: int = 0) -> int:
+        """What ``choose`` aims at by the applied rates; changes nothing."""
+
+    def observe(self, shares: LayerShares, device_ns: float, cpu_ns: float) -> None:
+        """What a layer took, from its plan to the end of each party's work; 0: not known."""
+
+    def device_ns(self, shares: LayerShares, factors: Sequence[float]) -> float:
+        """Of the costs times ``factors`` [4]: fetch, fetch_beside, cpu, cpu_beside."""
+
+    def cpu_ns(self, shares: LayerShares, factors: Sequence[float]) -> float: ...
+    def status(self) -> dict[str, Any]:
+        """layers, changes, probes; live and applied factors and timings [4] (fetch, fetch_beside, cpu, cpu_beside);
+        mean_misses, mean_fetches, predicted_ns, measured_ns of recent layers; last_change: at_layer, gain, before,
+        after [4], fetched_before, fetched_after, misses."""
+
+@final
 class CacheServer:
     """ExpertCache's thread: answers publishes with plans and hands the CPU share on."""
 
@@ -366,7 +453,15 @@ class CacheServer:
     def rest(self) -> None:
         """None will come before the next ``notice``: stop spinning."""
 
-    def set_fetch_fraction(self, fraction: float) -> None: ...
+    def set_fetch_fraction(self, fraction: float) -> None:
+        """From the next publish on, fetch this share of the misses."""
+
+    def set_auto_split(self, costs: SplitCosts) -> None:
+        """From the next publish on, split by live rates, which begin as ``costs``."""
+
+    def split_status(self) -> dict[str, Any] | None:
+        """Of decode steps (up to 16 tokens) under ``set_auto_split``, else None; keys as ``SplitPlanner.status``."""
+
     def counters(self) -> dict[str, int]:
         """hits, fetches, cpu, admitted, evicted, fetched_bytes, cpu_bytes, publishes, plan_ns (cumulative), resident,
         in_flight. Of publishes whose stamps were found in order, sums of nanoseconds: own_ns (the client's hits and

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from freetoken.config import EngineConfig
+from freetoken.costs import CostModel
 from freetoken.models.spec import ModelSpec
 from freetoken.quant.record import RecordLayout
 
@@ -12,7 +13,8 @@ from freetoken.quant.record import RecordLayout
 @dataclass(frozen=True, slots=True)
 class ResolvedPlan:
     """The boot plan's outcome; all numbers final. ``in_place``: no VRAM budget on the CPU device, so the device reads
-    every record from the store and there are no slots. ``staging_bytes``: of a GPU, for prefill."""
+    every record from the store and there are no slots. ``staging_bytes``: of a GPU, for prefill. ``costs``: what misses
+    cost, as far as it was measured; None: assume."""
 
     kv_block_size: int
     num_kv_blocks: int
@@ -31,6 +33,7 @@ class ResolvedPlan:
     max_batch_tokens: int
     in_place: bool = False
     staging_bytes: int = 0
+    costs: CostModel | None = None
 
     @property
     def kv_capacity_tokens(self) -> int:

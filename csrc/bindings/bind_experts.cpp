@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "arrays.h"
+#include "bandwidth.h"
 #include "bindings.h"
 #include "expert_kernels.h"
 #include "expert_store.h"
@@ -184,6 +185,24 @@ void bind_experts(py::module_& m) {
 
   m.def("expert_ffn", &expert_ffn, py::arg("pool"), py::arg("store"), py::arg("layer"), py::arg("hidden"),
         py::arg("ids"), py::arg("weights"), py::arg("out"), py::arg("deterministic") = false);
+
+  m.def(
+      "time_experts",
+      [](WorkerPool& pool, const ExpertStore& store, int layer, int num_experts, int num_tokens, double window_s,
+         SharedSegment* slots) {
+        require(window_s >= 0 && window_s <= 60, "window_s must be 0..60, got " + std::to_string(window_s));
+        std::vector<std::int64_t> times;
+        {
+          const py::gil_scoped_release release;
+          times = time_experts(pool, store, layer, num_experts, num_tokens, static_cast<std::int64_t>(window_s * 1e9),
+                               slots);
+        }
+        py::array_t<std::int64_t> result(static_cast<py::ssize_t>(times.size()));
+        std::copy(times.begin(), times.end(), result.mutable_data());
+        return result;
+      },
+      py::arg("pool"), py::arg("store"), py::arg("layer"), py::arg("num_experts"), py::arg("num_tokens"),
+      py::arg("window_s"), py::arg("slots").none(true) = py::none());
 }
 
 }  // namespace ft

@@ -347,13 +347,13 @@ int choose_split(SplitPlanner& planner, const std::vector<std::int32_t>& miss_ro
   for (const std::int32_t routes : miss_routes) {
     if (routes < 1) throw py::value_error("miss_routes has " + std::to_string(routes) + "; each is at least 1");
   }
-  return planner.choose(LayerWork{.num_hits = num_hits,
-                                  .hit_extra = hit_extra,
-                                  .record_bytes = record_bytes,
-                                  .miss_routes = miss_routes,
-                                  .num_fetchable = num_fetchable < 0 ? static_cast<int>(miss_routes.size())
-                                                                     : num_fetchable,
-                                  .num_free_slots = num_free_slots});
+  return planner.choose(
+      LayerWork{.num_hits = num_hits,
+                .hit_extra = hit_extra,
+                .record_bytes = record_bytes,
+                .miss_routes = miss_routes,
+                .num_fetchable = num_fetchable < 0 ? static_cast<int>(miss_routes.size()) : num_fetchable,
+                .num_free_slots = num_free_slots});
 }
 
 void bind_split(py::module_& m) {
@@ -391,6 +391,16 @@ void bind_split(py::module_& m) {
             planner.observe(SplitTiming{shares, device_ns, cpu_ns});
           },
           py::arg("shares"), py::arg("device_ns"), py::arg("cpu_ns"))
+      .def(
+          "best",
+          [](SplitPlanner& planner, const std::vector<std::int32_t>& miss_routes, double record_bytes, int num_hits) {
+            return planner.best(LayerWork{.num_hits = num_hits,
+                                          .record_bytes = record_bytes,
+                                          .miss_routes = miss_routes,
+                                          .num_fetchable = static_cast<int>(miss_routes.size())},
+                                planner.status().applied);
+          },
+          py::arg("miss_routes"), py::arg("record_bytes"), py::arg("num_hits") = 0)
       .def("device_ns", &SplitPlanner::device_ns, py::arg("shares"), py::arg("factors"))
       .def("cpu_ns", &SplitPlanner::cpu_ns, py::arg("shares"), py::arg("factors"))
       .def("status", [](const SplitPlanner& planner) { return describe_split(planner.status()); });

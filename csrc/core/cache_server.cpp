@@ -151,13 +151,14 @@ bool CacheServer::answer(std::uint32_t seq) {
   const std::int64_t seen_ns = monotonic_ns();
   const RequestHeader request = mailbox_->request();
   PlanHeader& header = mailbox_->plan_header();
-  const PublishView publish{static_cast<int>(request.layer),
-                            static_cast<int>(request.num_tokens),
-                            static_cast<int>(request.top_k),
-                            mailbox_->ids(),
-                            mailbox_->admit(),
-                            (request.flags & kDeviceOnly) != 0,
-                            request.layer < record_bytes_.size() ? static_cast<double>(record_bytes_[request.layer]) : 0.0};
+  const PublishView publish{
+      static_cast<int>(request.layer),
+      static_cast<int>(request.num_tokens),
+      static_cast<int>(request.top_k),
+      mailbox_->ids(),
+      mailbox_->admit(),
+      (request.flags & kDeviceOnly) != 0,
+      request.layer < record_bytes_.size() ? static_cast<double>(record_bytes_[request.layer]) : 0.0};
   AbortReason refusal = AbortReason::kNone;
   const bool wants_rows = (request.flags & kDeterministic) != 0;
   if (request.seq != seq || (wants_rows && mailbox_->geometry().route_rows == 0)) {
@@ -203,9 +204,14 @@ bool CacheServer::answer(std::uint32_t seq) {
     count_timing(timing);
     observe_split(timing);
   }
-  previous_ =
-      PublishedPlan{seq, request.layer, request.num_tokens, plan.num_hits, plan.num_fetches, plan.num_cpu, planned_ns,
-                    publish.device_only ? LayerShares{} : planner_.shares()};
+  previous_ = PublishedPlan{seq,
+                            request.layer,
+                            request.num_tokens,
+                            plan.num_hits,
+                            plan.num_fetches,
+                            plan.num_cpu,
+                            planned_ns,
+                            publish.device_only ? LayerShares{} : planner_.shares()};
   show_split();
   return true;
 }

@@ -68,7 +68,8 @@ class CacheServer {
   // thread, any time. Throw std::invalid_argument.
   void set_fetch_fraction(double fraction);
   void set_auto_split(const SplitCosts& costs);
-  // Of the split of decode steps by live rates, as of a recent publish; nothing while the share is fixed. Any thread, any time.
+  // Of the split of decode steps by live rates, as of a recent publish; nothing while the share is fixed. Any thread,
+  // any time.
   std::optional<SplitPlanner::Status> split_status() const;
   // Any thread, any time. Cumulative but for resident and in_flight.
   CacheCounters counters() const;
@@ -86,7 +87,7 @@ class CacheServer {
     std::uint32_t seq = 0, layer = 0, num_tokens = 0;
     std::uint32_t num_hits = 0, num_fetches = 0, num_cpu = 0;
     std::int64_t planned_ns = 0;  // 0: there is none
-    LayerShares shares;  // empty when the split had no say
+    LayerShares shares;           // empty when the split had no say
   };
 
   SplitPlanner* current_split(const PublishView& publish);

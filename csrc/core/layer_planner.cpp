@@ -91,8 +91,8 @@ void LayerPlanner::order_admissions(int num_fetches) {
 }
 
 // Of the misses in their order. Fills shares_.
-int LayerPlanner::choose_fetches(const PublishView& p, const SlotTable& slots, int num_fetchable,
-                                 double fetch_fraction, SplitPlanner* split) {
+int LayerPlanner::choose_fetches(const PublishView& p, const SlotTable& slots, int num_fetchable, double fetch_fraction,
+                                 SplitPlanner* split) {
   const int num_misses = static_cast<int>(misses_.size());
   miss_routes_.clear();
   std::int32_t miss_extra = 0;
@@ -115,8 +115,9 @@ int LayerPlanner::choose_fetches(const PublishView& p, const SlotTable& slots, i
   }
   std::int32_t fetch_extra = 0;
   for (int i = 0; i < num_fetches; ++i) fetch_extra += miss_routes_[i] - 1;
-  shares_ = LayerShares{num_hits,    num_fetches,              num_misses - num_fetches, hit_extra,
-                        fetch_extra, miss_extra - fetch_extra, p.record_bytes};
+  shares_ = LayerShares{num_hits,      num_fetches, num_misses - num_fetches,
+                        hit_extra,     fetch_extra, miss_extra - fetch_extra,
+                        p.record_bytes};
   return num_fetches;
 }
 

@@ -18,12 +18,12 @@ constexpr double kSurprise = 0.4;
 constexpr double kLargestGain = 0.5;
 // How much a factor follows its sibling: most of what slows a party down does so in either situation.
 constexpr double kCoupling = 0.9;
-constexpr double kRecent = 1.0 / 32.0;   // weight of the newest layer in the means that decide
-constexpr double kShown = 1.0 / 256.0;   // and in those that are shown
+constexpr double kRecent = 1.0 / 32.0;  // weight of the newest layer in the means that decide
+constexpr double kShown = 1.0 / 256.0;  // and in those that are shown
 constexpr double kImpatience = 4.0;
 constexpr double kPatienceDecay = 0.99932;  // per layer: half of it is gone after 1,024
 constexpr double kMostPatience = 16.0;
-constexpr int kFirstTimings = 8;         // so many are wanted of each arm before its factor is trusted
+constexpr int kFirstTimings = 8;  // so many are wanted of each arm before its factor is trusted
 constexpr int kFirstProbes = 12;
 constexpr std::int64_t kStaleLayers = 512;
 constexpr double kFactorLimit = 4096.0;
@@ -71,7 +71,8 @@ double SplitPlanner::device_ns(const LayerShares& shares, const Factors& factors
   if (shares.num_hits + shares.num_fetches == 0) return 0.0;
   const bool beside = shares.num_cpu > 0;
   const SideCost& side = beside ? costs_.fetch_beside : costs_.fetch;
-  const double hits = shares.record_bytes * (shares.num_hits * costs_.hit_byte_ns + shares.hit_extra * side.route_byte_ns);
+  const double hits =
+      shares.record_bytes * (shares.num_hits * costs_.hit_byte_ns + shares.hit_extra * side.route_byte_ns);
   return factors[beside ? kFetchBeside : kFetch] *
          (hits + cost_ns(side, shares.num_fetches, shares.fetch_extra, shares.record_bytes));
 }
@@ -79,8 +80,8 @@ double SplitPlanner::device_ns(const LayerShares& shares, const Factors& factors
 double SplitPlanner::cpu_ns(const LayerShares& shares, const Factors& factors) const {
   if (shares.num_cpu == 0) return 0.0;
   const bool beside = device_works(shares);
-  return factors[beside ? kCpuBeside : kCpu] * cost_ns(beside ? costs_.cpu_beside : costs_.cpu, shares.num_cpu,
-                                                       shares.cpu_extra, shares.record_bytes);
+  return factors[beside ? kCpuBeside : kCpu] *
+         cost_ns(beside ? costs_.cpu_beside : costs_.cpu, shares.num_cpu, shares.cpu_extra, shares.record_bytes);
 }
 
 double SplitPlanner::layer_ns(const LayerShares& shares, const Factors& factors) const {
@@ -159,8 +160,8 @@ void SplitPlanner::reconsider(const LayerWork& work, int applied_choice, int liv
   spent_ns_ = spent_ns_ == 0.0 ? applied_ns : spent_ns_ + kRecent * (applied_ns - spent_ns_);
   patience_ = 1.0 + (patience_ - 1.0) * kPatienceDecay;
   if (applied_choice == live_choice) return;
-  const bool back = (live_choice > applied_choice) != (status_.last_change.fetched_after >
-                                                       status_.last_change.fetched_before);
+  const bool back =
+      (live_choice > applied_choice) != (status_.last_change.fetched_after > status_.last_change.fetched_before);
   if (lost_ns_ <= kWorthwhile * (back ? patience_ : 1.0) * spent_ns_) return;
   const auto misses = static_cast<int>(work.miss_routes.size());
   status_.last_change = Change{.at_layer = status_.layers,
@@ -231,7 +232,8 @@ void SplitPlanner::observe(const SplitTiming& timing) {
 
 void SplitPlanner::learn(Arm arm, Arm sibling, double predicted_ns, double measured_ns) {
   const double deviation = std::clamp(std::log(measured_ns / predicted_ns), -kLargestDeviation, kLargestDeviation);
-  if (std::abs(deviation) < kSurprise || std::signbit(deviation) != std::signbit(surprises_[arm])) surprises_[arm] = 0.0;
+  if (std::abs(deviation) < kSurprise || std::signbit(deviation) != std::signbit(surprises_[arm]))
+    surprises_[arm] = 0.0;
   if (std::abs(deviation) >= kSurprise) surprises_[arm] += std::copysign(1.0, deviation);
   const double repeated = std::min(kLargestGain, kGain * std::abs(surprises_[arm]));
   const double gain = std::max({kGain, repeated, 1.0 / static_cast<double>(status_.timings[arm] + 2)});

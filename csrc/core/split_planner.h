@@ -59,8 +59,8 @@ struct SplitTiming {
 // that is forgotten.
 //
 // A party that gets no work would never be measured again, so a share of the time (kProbeShare) is saved up for layers
-// that are split otherwise: for what has not been timed for long, and, where nothing is fetched, for a fetch, since only
-// fetched records can be admitted to slots. While slots are free, everything is fetched.
+// that are split otherwise: for what has not been timed for long, and, where nothing is fetched, for a fetch, since
+// only fetched records can be admitted to slots. While slots are free, everything is fetched.
 //
 // Not thread-safe; allocates nothing after the first layers.
 class SplitPlanner {
@@ -117,7 +117,7 @@ class SplitPlanner {
   std::vector<std::int32_t> extra_before_;  // [i]: extra routes of the first i misses
   std::array<std::int64_t, 4> last_timed_{};
   std::array<int, 4> first_probes_{};
-  std::array<double, 4> surprises_{};  // timings in a row that deviate far to one side; negative: faster
+  std::array<double, 4> surprises_{};      // timings in a row that deviate far to one side; negative: faster
   double lost_ns_ = 0.0, spent_ns_ = 0.0;  // means of recent layers: lost to the applied rates, and in all
   double saved_ns_ = 0.0;                  // for probes
   double patience_ = 1.0;

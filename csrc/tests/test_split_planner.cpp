@@ -11,11 +11,11 @@
 namespace {
 
 using ft::LayerShares;
-using ft::SplitTiming;
 using ft::LayerWork;
 using ft::SideCost;
 using ft::SplitCosts;
 using ft::SplitPlanner;
+using ft::SplitTiming;
 
 constexpr double kBytes = 2.0e6;
 

@@ -58,7 +58,9 @@ class ExpertsConfig(_Section):
     """Where experts run."""
 
     split: str = Field(
-        "q=0.5", description="Misses fetched by the device: 'fetch' (all), 'cpu' (none) or 'q=FRACTION'."
+        "auto",
+        description="Misses fetched by the device: 'auto' (by live rates), 'fetch' (all), 'cpu' (none) or "
+        "'q=FRACTION'.",
     )
     policy: Literal["crf", "lru"] = Field("crf", description="Admission and eviction of expert slots.")
     half_life_tokens: float = Field(32.0, gt=0, description="Half-life of the recency-frequency score.")
@@ -69,17 +71,21 @@ class ExpertsConfig(_Section):
     @field_validator("split")
     @classmethod
     def _check_split(cls, value: str) -> str:
-        if value in ("fetch", "cpu"):
+        if value in ("auto", "fetch", "cpu"):
             return value
         match = re.fullmatch(r"q=([0-9]+(?:\.[0-9]*)?|\.[0-9]+)", value)
         if match is None or not 0.0 <= float(match.group(1)) <= 1.0:
-            raise ValueError(f"split {value!r} is not 'fetch', 'cpu' or 'q=FRACTION' with a fraction from 0 to 1")
+            raise ValueError(
+                f"split {value!r} is not 'auto', 'fetch', 'cpu' or 'q=FRACTION' with a fraction from 0 to 1"
+            )
         return value
 
     @property
     def fetch_fraction(self) -> float:
-        """Share of a layer's misses that the device fetches (the rest runs on CpuExecutor)."""
-        return {"fetch": 1.0, "cpu": 0.0}[self.split] if "=" not in self.split else float(self.split[2:])
+        """Share of a layer's misses that the device fetches (the rest runs on CpuExecutor); with 'auto' a guess for
+        plans."""
+        named = {"auto": 0.5, "fetch": 1.0, "cpu": 0.0}
+        return named[self.split] if "=" not in self.split else float(self.split[2:])
 
 
 class ExecutorConfig(_Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from typing import ClassVar
 
@@ -11,12 +12,15 @@ from numpy.typing import NDArray
 
 from freetoken._native import CacheServer, Mailbox, SharedSegment, SlotTable
 from freetoken.checkpoint.ftw import FtwIndex
+from freetoken.config.schema import ExpertsConfig
+from freetoken.costs import assumed_costs
 from freetoken.errors import CapacityError, ConfigError
 from freetoken.experts.arrivals import Arrivals
 from freetoken.experts.device_client import fetchable_records, is_device_client, plan_mailbox, server_spin_us
 from freetoken.experts.reports import StepReporter
+from freetoken.experts.split import describe_change, native_costs, split_metrics, split_mode
 from freetoken.launch_spec import LaunchSpec
-from freetoken.messages import ActorName, ArenaReady, MailboxShared, StepNotice, Wiring
+from freetoken.messages import ActorName, ActorStatus, ArenaReady, MailboxShared, StepNotice, Wiring
 from freetoken.service import Service
 from freetoken.transport import Endpoint
 from freetoken.units import format_bytes
@@ -38,7 +42,9 @@ class ExpertCacheService(Service):
     def __init__(self, spec: LaunchSpec, endpoint: Endpoint) -> None:
         super().__init__(spec, endpoint)
         self.slots: SlotTable | None = None
-        self.fetch_fraction = spec.config.experts.fetch_fraction
+        self.split = spec.config.experts.split
+        self.costs = spec.plan.costs or assumed_costs(spec.config.device)
+        self._split_changes = 0  # of this epoch, that were logged
         self._arena_id: str | None = None
         self._arrivals: Arrivals[ArenaReady] = Arrivals("the arena")
         self._mailbox: Mailbox | None = None
@@ -81,6 +87,7 @@ class ExpertCacheService(Service):
             is_device_client(self.spec),
             fetchable,
         )
+        self._apply_split(self._server)
         self._server.start()
         logger.info(
             "event=cache_wired epoch=%d layers=%d experts=%d slots=%d resident=%d",
@@ -143,15 +150,51 @@ class ExpertCacheService(Service):
         self._arena_id = arena.arena_id
         return self.slots
 
-    async def set_split(self, fraction: float) -> None:
-        """Let the device fetch this share of every layer's misses from now on, also in later epochs (a lifecycle call:
-        the Controller's). Raises ``ConfigError`` for a share outside 0..1."""
-        if not 0.0 <= fraction <= 1.0:
-            raise ConfigError(f"experts.split q={fraction:g} is not from 0 to 1")
-        self.fetch_fraction = fraction
+    async def set_split(self, split: str | float) -> None:
+        """Split every layer's misses this way from now on, also in later epochs (a lifecycle call: the Controller's):
+        by live rates ('auto'), or a share for the device to fetch ('fetch', 'cpu', 'q=0.3', or the number).
+
+        Raises ``ConfigError`` for anything else, and for a share outside 0..1.
+        """
+        text = split if isinstance(split, str) else f"q={split:g}"
+        try:
+            self.split = ExpertsConfig(split=text).split
+        except ValueError:
+            raise ConfigError(f"experts.split {text} is not from 0 to 1, nor 'auto', 'fetch' or 'cpu'") from None
         if self._server is not None:
-            self._server.set_fetch_fraction(fraction)
-        logger.info("event=split_set epoch=%d fetch_fraction=%g", self.epoch, fraction)
+            self._apply_split(self._server)
+        logger.info("event=split_set epoch=%d split=%s", self.epoch, self.split)
+
+    @property
+    def fetch_fraction(self) -> float:
+        """Share of the misses that a fixed split fetches."""
+        return ExpertsConfig(split=self.split).fetch_fraction
+
+    def _apply_split(self, server: CacheServer) -> None:
+        if self.split == "auto":
+            self._split_changes = 0
+            server.set_auto_split(native_costs(self.costs))
+        else:
+            server.set_fetch_fraction(self.fetch_fraction)
+
+    def _split_figures(self, server: CacheServer | None) -> dict[str, float]:
+        """Of the split by live rates; logs the newest change."""
+        status = server.split_status() if server is not None else None
+        if status is None:
+            return {}
+        if status["changes"] > self._split_changes:
+            self._split_changes = status["changes"]
+            change = status["last_change"]
+            logger.info(
+                "event=split_changed epoch=%d changes=%d layer=%d mode=%s gain=%.3f reason=%r",
+                self.epoch,
+                status["changes"],
+                change["at_layer"],
+                split_mode(1.0, change["fetched_after"]),
+                change["gain"],
+                describe_change(self.costs, change),
+            )
+        return split_metrics(self.costs, status)
 
     async def pause(self, reason: str) -> None:
         """Abort the mailbox and stop the server; slots of unfinished fills become free."""
@@ -205,10 +248,33 @@ class ExpertCacheService(Service):
             **{f"{name}_total": float(count) for name, count in totals.items()},
             "plan_seconds_total": plan_ns / 1e9,
             "plan_us": plan_ns / 1e3 / totals["publishes"] if totals["publishes"] else 0.0,
-            "fetch_fraction": self.fetch_fraction,
+            "split_auto": float(self.split == "auto"),
+            "fetch_fraction": self._fetched_share(totals),
+            **self._split_figures(server),
             "steps_total": float(self._steps_total),
             "slots": float(self.spec.plan.num_slots),
             "resident_slots": float(resident),
             "in_flight_slots": float(in_flight),
             "hit_ratio": totals["hits"] / uses if uses else 0.0,
         }
+
+    def _fetched_share(self, totals: dict[str, int]) -> float:
+        """The fixed share, or with a split by live rates that of all misses so far."""
+        if self.split != "auto":
+            return self.fetch_fraction
+        misses = totals["fetches"] + totals["cpu"]
+        return totals["fetches"] / misses if misses else 0.0
+
+    def status(self) -> ActorStatus:
+        """With the way of splitting, and the last change's reason, as detail."""
+        status = super().status()
+        server = self._server
+        split = server.split_status() if server is not None else None
+        if server is None:
+            return status
+        if split is None:
+            return dataclasses.replace(status, detail=f"split={self.split}")
+        detail = f"split=auto mode={split_mode(split['mean_misses'], split['mean_fetches'])}"
+        if split["changes"]:
+            detail += f" last change: {describe_change(self.costs, split['last_change'])}"
+        return dataclasses.replace(status, detail=detail)
