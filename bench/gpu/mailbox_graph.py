@@ -24,11 +24,10 @@ def time_round_trips(engine: Any, replays: int = 50) -> dict[str, float]:
 
     def ask() -> None:
         for ordinal in range(layers):
-            plane.publish(
+            plane.exchange(
                 ordinal, inputs["step_id"], inputs["num_real"], x.hidden, x.ids, x.weights, inputs["admit"],
-                x.router_logits,
+                x.router_logits, plane.layer_plan(x.plan, ordinal),
             )  # fmt: skip
-            plane.await_plan(ordinal, plane.layer_plan(x.plan, ordinal))
 
     with model.on_stream():
         x.router_logits.normal_()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import time
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,6 +52,11 @@ class HostDriver:
 
 class HostPlane(DataPlane):
     """Waits on the host for what the kernels would find answered."""
+
+    def exchange(self, ordinal: int, *request: Any) -> None:
+        *publish, plan = request
+        self.publish(ordinal, *publish)
+        self.await_plan(ordinal, plan)
 
     def await_plan(self, ordinal: int, plan: DevicePlan) -> None:
         self._wait("plan")

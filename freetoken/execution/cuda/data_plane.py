@@ -171,6 +171,28 @@ class DataPlane:
             self._arena.slot_stride_bytes, plan, self.limit_ns, stamps=self.box.layer_stamps(ordinal),
         )  # fmt: skip
 
+    def exchange(
+        self,
+        ordinal: int,
+        step_id: Tensor,
+        num_real: Tensor,
+        hidden: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        admit: Tensor,
+        logits: Tensor | None,
+        plan: DevicePlan,
+    ) -> None:
+        """``publish`` and ``await_plan`` at once."""
+        assert self.box is not None
+        router = self.router
+        mailbox_kernels.exchange(
+            self.box, self.seq, step_id, num_real, hidden, ids, weights, admit, ordinal,
+            self.records.addresses[ordinal], self._arena.slots_address, self._arena.slot_stride_bytes, plan,
+            self.limit_ns, flags=self.flags, logits=logits, scoring=router.scoring, renormalize=router.renormalize,
+            scaling=router.scaling,
+        )  # fmt: skip
+
     def publish_routes(
         self,
         ordinal: int,

@@ -25,16 +25,16 @@ import triton.language as tl
 from torch import Tensor
 
 from freetoken.kernels.triton.common import INTERPRETED, cdiv, next_power_of_2, pointer_to
-from freetoken.kernels.triton.mailbox import (
+from freetoken.kernels.triton.mailbox import MailboxAddresses
+from freetoken.kernels.triton.plan import DevicePlan
+from freetoken.kernels.triton.words import (
     ABORT_PARTIAL_LATE,
-    MailboxAddresses,
     await_gate,
     open_gate,
     stamp,
     store_release_system,
     wait_word,
 )
-from freetoken.kernels.triton.plan import DevicePlan
 
 
 @triton.jit

@@ -8,6 +8,7 @@ given by its device address.
   counter, so a captured graph counts on by itself.
 - ``await_plan`` polls ``plan`` until it equals the counter, then copies counts, entries and routes into device memory
   and resolves slots and store records into addresses.
+- ``exchange`` is both in one launch.
 - ``await_word`` only polls (for ``part``).
 
 A wait ends with status 0 (seen), 1 (the abort word is not 0) or 2 (the time limit passed; the abort word is then
@@ -28,12 +29,14 @@ from torch import Tensor
 from freetoken.kernels.triton.common import INTERPRETED, next_power_of_2, pointer_to
 from freetoken.kernels.triton.plan import DevicePlan
 from freetoken.kernels.triton.router import SCORINGS, choose_experts, rank_experts
+from freetoken.kernels.triton.words import (
+    ABORT_PARTIAL_LATE,
+    ABORT_PLAN_LATE,
+    stamp,
+    store_release_system,
+    wait_word,
+)
 
-ABORT_PLAN_LATE = 3
-ABORT_PARTIAL_LATE = 4
-# Stages of a layer: indices of the int64 stamps that the client writes, nanoseconds of the GPU's global timer.
-# The publish's number stands behind them.
-STAMP_PUBLISHED, STAMP_PLANNED, STAMP_OWN, STAMP_PART, STAMP_SEQ = range(5)
 # The most tokens for which publishing can choose the experts too.
 MAX_CHOOSING_TOKENS = 32
 
@@ -65,148 +68,7 @@ class MailboxAddresses:
 
 
 @triton.jit
-def store_release_system(address, value, INTERPRET: tl.constexpr):
-    """One thread stores the 32-bit value; whoever sees it sees all that this program wrote before."""
-    tl.debug_barrier()
-    if INTERPRET:
-        tl.store(pointer_to(address, tl.int32), value)
-    else:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred first;
-            .reg .u32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            @first fence.acq_rel.sys;
-            @first st.relaxed.sys.global.u32 [$1], $2;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r",
-            [address.to(tl.int64), value],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
-def stamp(stamps, STAGE: tl.constexpr, INTERPRET: tl.constexpr):
-    """Note when this stage of the layer was reached, if ``stamps`` is not 0."""
-    if stamps != 0:
-        if INTERPRET:
-            now = 1 + STAGE
-        else:
-            now = tl.inline_asm_elementwise(
-                "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
-            )
-        tl.store(pointer_to(stamps, tl.int64) + STAGE, now)
-
-
-@triton.jit
-def wait_word(word, abort, expected, limit_ns, INTERPRET: tl.constexpr):
-    """Poll the word at address ``word``; 0 when it is ``expected``, 1 when ``abort`` is raised, 2 after ``limit_ns``.
-
-    One thread polls: every poll is a read of the very line that the host is about to write, and reads by many warps
-    queue up before that write. Both words are read at once, so that a round costs one trip over the bus.
-    """
-    if INTERPRET:
-        return tl.where(tl.load(pointer_to(word, tl.int32)) == expected, 0, 1)
-    else:
-        status = tl.inline_asm_elementwise(
-            """{
-            .reg .pred other, done, stop, late;
-            .reg .u32 thread, value, reason;
-            .reg .u64 start, now;
-            mov.u32 $0, 0;
-            mov.u32 thread, %tid.x;
-            setp.ne.u32 other, thread, 0;
-            @other bra OVER;
-            mov.u64 start, %globaltimer;
-            POLL:
-            ld.relaxed.sys.global.u32 value, [$1];
-            ld.relaxed.sys.global.u32 reason, [$2];
-            setp.eq.u32 done, value, $3;
-            @done bra SEEN;
-            setp.ne.u32 stop, reason, 0;
-            @stop bra STOPPED;
-            mov.u64 now, %globaltimer;
-            sub.u64 now, now, start;
-            setp.lt.u64 late, now, $4;
-            @late bra POLL;
-            mov.u32 $0, 2;
-            bra SEEN;
-            STOPPED:
-            mov.u32 $0, 1;
-            SEEN:
-            fence.acq_rel.sys;
-            OVER:
-            }""",
-            "=&r,l,l,r,l",
-            [word.to(tl.int64), abort.to(tl.int64), expected, limit_ns.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-        tl.debug_barrier()
-        # The reduction goes through all warps (up to 8) and gives each what the first one saw.
-        return tl.max(tl.zeros([256], tl.int32) + status, axis=0)
-
-
-@triton.jit
-def open_gate(gate_ptr, value, INTERPRET: tl.constexpr):
-    """Let the other programs of this kernel pass ``await_gate``; they see all that this program saw or wrote before."""
-    tl.debug_barrier()
-    if INTERPRET:
-        tl.store(gate_ptr, value)
-    else:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred first;
-            .reg .u32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            @first fence.acq_rel.gpu;
-            @first st.relaxed.gpu.global.u32 [$1], $2;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r",
-            [gate_ptr.to(tl.int64), value],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
-def await_gate(gate_ptr, value, INTERPRET: tl.constexpr):
-    """Wait until another program of this kernel has opened the gate. There is no time limit: that program has one."""
-    if not INTERPRET:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred other, shut;
-            .reg .u32 thread, value;
-            mov.u32 $0, 0;
-            mov.u32 thread, %tid.x;
-            setp.ne.u32 other, thread, 0;
-            @other bra PASSED;
-            KNOCK:
-            ld.relaxed.gpu.global.u32 value, [$1];
-            setp.ne.u32 shut, value, $2;
-            @shut bra KNOCK;
-            fence.acq_rel.gpu;
-            PASSED:
-            }""",
-            "=&r,l,r",
-            [gate_ptr.to(tl.int64), value],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-        tl.debug_barrier()
-
-
-@triton.jit(do_not_specialize=["layer", "flags"])
-def _publish_kernel(
+def _publish(
     seq_ptr, step_id_ptr, num_real_ptr, logits_ptr, bias_ptr, ids_ptr, weights_ptr, hidden_ptr, admit_ptr, req, request,
     hidden_out, ids_out, weights_out, admit_out, stamps, layer, flags, scaling,
     TOKENS: tl.constexpr, TOKENS_POW2: tl.constexpr, HIDDEN: tl.constexpr, HIDDEN_BLOCK: tl.constexpr,
@@ -271,6 +133,24 @@ def _publish_kernel(
     if stamps != 0:
         tl.store(pointer_to(stamps, tl.int64) + 4, seq.to(tl.int64))
     store_release_system(req, seq, INTERPRET)
+    return seq
+
+
+@triton.jit(do_not_specialize=["layer", "flags"])
+def _publish_kernel(
+    seq_ptr, step_id_ptr, num_real_ptr, logits_ptr, bias_ptr, ids_ptr, weights_ptr, hidden_ptr, admit_ptr, req, request,
+    hidden_out, ids_out, weights_out, admit_out, stamps, layer, flags, scaling,
+    TOKENS: tl.constexpr, TOKENS_POW2: tl.constexpr, HIDDEN: tl.constexpr, HIDDEN_BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, TOP_K_POW2: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr,
+    CHOOSE: tl.constexpr, SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    _publish(
+        seq_ptr, step_id_ptr, num_real_ptr, logits_ptr, bias_ptr, ids_ptr, weights_ptr, hidden_ptr, admit_ptr, req,
+        request, hidden_out, ids_out, weights_out, admit_out, stamps, layer, flags, scaling, TOKENS, TOKENS_POW2,
+        HIDDEN, HIDDEN_BLOCK, TOP_K, TOP_K_POW2, NUM_EXPERTS, EXPERTS_POW2, CHOOSE, SCORING, RENORMALIZE,
+        HAS_BIAS, INTERPRET,
+    )  # fmt: skip
 
 
 def publish(
@@ -298,33 +178,70 @@ def publish(
     With ``logits`` float32 [T, E] the experts are chosen here as by ``router.top_k`` and ids and weights are written
     too.
     """
-    tokens, hidden_size = hidden.shape
-    k = ids.shape[1]
-    num_experts = logits.shape[1] if logits is not None else 1
-    if logits is not None and tokens > MAX_CHOOSING_TOKENS:
-        raise ValueError(
-            f"publish chooses experts for at most {MAX_CHOOSING_TOKENS} tokens, not {tokens}: use top_k before"
-        )
+    request = _Request(hidden, ids, logits, bias, scoring, renormalize)
     _publish_kernel[(1,)](
-        seq, step_id, num_real, hidden if logits is None else logits, hidden if bias is None else bias, ids, weights,
-        hidden, admit, box.req, box.request, box.hidden, box.ids, box.weights, box.admit,
-        box.layer_stamps(layer), layer, flags, scaling,
-        TOKENS=tokens, TOKENS_POW2=next_power_of_2(tokens), HIDDEN=hidden_size,
-        HIDDEN_BLOCK=min(4096, next_power_of_2(tokens * hidden_size)), TOP_K=k, TOP_K_POW2=next_power_of_2(k),
-        NUM_EXPERTS=num_experts, EXPERTS_POW2=next_power_of_2(num_experts), CHOOSE=logits is not None,
-        SCORING=SCORINGS[scoring], RENORMALIZE=renormalize, HAS_BIAS=bias is not None, INTERPRET=INTERPRETED,
-        num_warps=4 if tokens <= 4 else 8,
+        seq, step_id, num_real, *request.sources(), ids, weights, hidden, admit, box.req, box.request, box.hidden,
+        box.ids, box.weights, box.admit, box.layer_stamps(layer), layer, flags, scaling, **request.constants(),
+        INTERPRET=INTERPRETED, num_warps=request.warps,
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Request:
+    """What is published, as the kernels take it. Raises ``ValueError`` for too many tokens to choose experts for."""
+
+    hidden: Tensor
+    ids: Tensor
+    logits: Tensor | None
+    bias: Tensor | None
+    scoring: str
+    renormalize: bool
+
+    def __post_init__(self) -> None:
+        tokens = len(self.hidden)
+        if self.logits is not None and tokens > MAX_CHOOSING_TOKENS:
+            raise ValueError(
+                f"publish chooses experts for at most {MAX_CHOOSING_TOKENS} tokens, not {tokens}: use top_k before"
+            )
+
+    @property
+    def warps(self) -> int:
+        return 4 if len(self.hidden) <= 4 else 8
+
+    def sources(self) -> tuple[Tensor, Tensor]:
+        """Logits and bias, or anything where there are none."""
+        return (
+            self.hidden if self.logits is None else self.logits,
+            self.hidden if self.bias is None else self.bias,
+        )
+
+    def constants(self) -> dict[str, int | bool]:
+        tokens, hidden = self.hidden.shape
+        top_k = self.ids.shape[1]
+        num_experts = self.logits.shape[1] if self.logits is not None else 1
+        return {
+            "TOKENS": tokens,
+            "TOKENS_POW2": next_power_of_2(tokens),
+            "HIDDEN": hidden,
+            "HIDDEN_BLOCK": min(4096, next_power_of_2(tokens * hidden)),
+            "TOP_K": top_k,
+            "TOP_K_POW2": next_power_of_2(top_k),
+            "NUM_EXPERTS": num_experts,
+            "EXPERTS_POW2": next_power_of_2(num_experts),
+            "CHOOSE": self.logits is not None,
+            "SCORING": SCORINGS[self.scoring],
+            "RENORMALIZE": self.renormalize,
+            "HAS_BIAS": self.bias is not None,
+        }
+
+
 @triton.jit
-def _await_plan_kernel(
-    seq_ptr, store_ptr, counts_ptr, entries_ptr, addresses_ptr, routes_ptr, on_gpu_ptr, plan, abort, header, entries,
+def _await_plan(
+    seq, store_ptr, counts_ptr, entries_ptr, addresses_ptr, routes_ptr, on_gpu_ptr, plan, abort, header, entries,
     routes, stamps, slots, slot_stride, limit_ns, late_reason,
     ENTRIES_POW2: tl.constexpr, MAX_ENTRIES: tl.constexpr, ROUTES_POW2: tl.constexpr, MAX_ROUTES: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    seq = tl.load(seq_ptr)
     route = tl.arange(0, ROUTES_POW2)
     tl.store(on_gpu_ptr + route, tl.zeros([ROUTES_POW2], tl.int32), mask=route < MAX_ROUTES)
     status = wait_word(plan, abort, seq, limit_ns, INTERPRET)
@@ -375,6 +292,45 @@ def _await_plan_kernel(
     tl.store(on_gpu_ptr + chosen, (route < gpu_routes).to(tl.int32), mask=inside)
 
 
+@triton.jit
+def _await_plan_kernel(
+    seq_ptr, store_ptr, counts_ptr, entries_ptr, addresses_ptr, routes_ptr, on_gpu_ptr, plan, abort, header, entries,
+    routes, stamps, slots, slot_stride, limit_ns, late_reason,
+    ENTRIES_POW2: tl.constexpr, MAX_ENTRIES: tl.constexpr, ROUTES_POW2: tl.constexpr, MAX_ROUTES: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    _await_plan(
+        tl.load(seq_ptr), store_ptr, counts_ptr, entries_ptr, addresses_ptr, routes_ptr, on_gpu_ptr, plan, abort,
+        header, entries, routes, stamps, slots, slot_stride, limit_ns, late_reason, ENTRIES_POW2, MAX_ENTRIES,
+        ROUTES_POW2, MAX_ROUTES, NUM_EXPERTS, INTERPRET,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["layer", "flags"])
+def _exchange_kernel(
+    seq_ptr, step_id_ptr, num_real_ptr, logits_ptr, bias_ptr, ids_ptr, weights_ptr, hidden_ptr, admit_ptr, store_ptr,
+    counts_ptr, entries_ptr, addresses_ptr, routes_ptr, on_gpu_ptr, req, request, hidden_out, ids_out, weights_out,
+    admit_out, plan, abort, header, entries, routes, stamps, layer, flags, scaling, slots, slot_stride, limit_ns,
+    late_reason,
+    TOKENS: tl.constexpr, TOKENS_POW2: tl.constexpr, HIDDEN: tl.constexpr, HIDDEN_BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, TOP_K_POW2: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr,
+    CHOOSE: tl.constexpr, SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ENTRIES_POW2: tl.constexpr, MAX_ENTRIES: tl.constexpr, ROUTES_POW2: tl.constexpr, MAX_ROUTES: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    seq = _publish(
+        seq_ptr, step_id_ptr, num_real_ptr, logits_ptr, bias_ptr, ids_ptr, weights_ptr, hidden_ptr, admit_ptr, req,
+        request, hidden_out, ids_out, weights_out, admit_out, stamps, layer, flags, scaling, TOKENS, TOKENS_POW2,
+        HIDDEN, HIDDEN_BLOCK, TOP_K, TOP_K_POW2, NUM_EXPERTS, EXPERTS_POW2, CHOOSE, SCORING, RENORMALIZE,
+        HAS_BIAS, INTERPRET,
+    )  # fmt: skip
+    _await_plan(
+        seq, store_ptr, counts_ptr, entries_ptr, addresses_ptr, routes_ptr, on_gpu_ptr, plan, abort, header, entries,
+        routes, stamps, slots, slot_stride, limit_ns, late_reason, ENTRIES_POW2, MAX_ENTRIES, ROUTES_POW2, MAX_ROUTES,
+        NUM_EXPERTS, INTERPRET,
+    )  # fmt: skip
+
+
 def await_plan(
     box: MailboxAddresses,
     seq: Tensor,
@@ -396,8 +352,52 @@ def await_plan(
     _await_plan_kernel[(1,)](
         seq, store, plan.counts, plan.entries, plan.addresses, plan.routes, plan.on_gpu, box.plan, box.abort,
         box.plan_header, box.entries, box.routes, stamps, slots_address, slot_stride_bytes, limit_ns, ABORT_PLAN_LATE,
-        ENTRIES_POW2=next_power_of_2(plan.max_entries), MAX_ENTRIES=plan.max_entries,
-        ROUTES_POW2=next_power_of_2(plan.max_routes), MAX_ROUTES=plan.max_routes, NUM_EXPERTS=store.shape[0],
+        **_plan_constants(plan), NUM_EXPERTS=store.shape[0], INTERPRET=INTERPRETED, num_warps=warps,
+    )  # fmt: skip
+
+
+def _plan_constants(plan: DevicePlan) -> dict[str, int]:
+    return {
+        "ENTRIES_POW2": next_power_of_2(plan.max_entries),
+        "MAX_ENTRIES": plan.max_entries,
+        "ROUTES_POW2": next_power_of_2(plan.max_routes),
+        "MAX_ROUTES": plan.max_routes,
+    }
+
+
+def exchange(
+    box: MailboxAddresses,
+    seq: Tensor,
+    step_id: Tensor,
+    num_real: Tensor,
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    admit: Tensor,
+    layer: int,
+    store: Tensor,
+    slots_address: int,
+    slot_stride_bytes: int,
+    plan: DevicePlan,
+    limit_ns: int,
+    *,
+    flags: int = 0,
+    logits: Tensor | None = None,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    scaling: float = 1.0,
+    bias: Tensor | None = None,
+) -> None:
+    """``publish`` and ``await_plan`` in one launch, for a layer that has nothing to do in between. Not for the
+    interpreter, where nobody can answer meanwhile. With ``logits``, ``store`` has a row for each of them."""
+    request = _Request(hidden, ids, logits, bias, scoring, renormalize)
+    constants = request.constants() | {"NUM_EXPERTS": store.shape[0], "EXPERTS_POW2": next_power_of_2(store.shape[0])}
+    warps = 8 if plan.max_routes > 512 else request.warps
+    _exchange_kernel[(1,)](
+        seq, step_id, num_real, *request.sources(), ids, weights, hidden, admit, store, plan.counts, plan.entries,
+        plan.addresses, plan.routes, plan.on_gpu, box.req, box.request, box.hidden, box.ids, box.weights, box.admit,
+        box.plan, box.abort, box.plan_header, box.entries, box.routes, box.layer_stamps(layer), layer, flags, scaling,
+        slots_address, slot_stride_bytes, limit_ns, ABORT_PLAN_LATE, **constants, **_plan_constants(plan),
         INTERPRET=INTERPRETED, num_warps=warps,
     )  # fmt: skip
 

@@ -23,13 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from freetoken.kernels.triton.common import INTERPRETED, cdiv, next_power_of_2, pointer_to
-from freetoken.kernels.triton.mailbox import (
-    ABORT_PLAN_LATE,
-    MailboxAddresses,
-    store_release_system,
-    wait_word,
-)
+from freetoken.kernels.triton.mailbox import MailboxAddresses
 from freetoken.kernels.triton.plan import DevicePlan
+from freetoken.kernels.triton.words import ABORT_PLAN_LATE, store_release_system, wait_word
 
 _BLOCK = 1024
 
