@@ -28,7 +28,9 @@ HTTP_TOKENS=${HTTP_TOKENS:-256}
 FILL=${FILL:-32}
 RESIDENCY=${RESIDENCY:-1.0,0.25}
 KV=${KV:-16384}
-SOAK=${SOAK:---steps 10000 --every 250 --residency 0.05}
+SOAK=${SOAK:---steps 10000 --every 500 --residency 0.05}
+SOAK_S=${SOAK_S:-40}
+TESTS_S=${TESTS_S:-45}
 ARCH=${ARCH:-90}
 
 mkdir -p "$OUT"
@@ -149,11 +151,24 @@ fi
 if wanted tests; then
     # Most of their time goes into compiling, so several processes share them where pytest-xdist is there.
     SPREAD=$($PYTHON -c 'import xdist; print("-n 5")' 2>/dev/null)
-    part tests 45 bash -c "$PYTHON -m pytest -q --maxfail=8 $SPREAD -p no:cacheprovider -W ignore ${TESTS:-tests/gpu} >'$OUT/tests.log' 2>&1"
+    part tests "$TESTS_S" bash -c "$PYTHON -m pytest -q --maxfail=8 $SPREAD -p no:cacheprovider -W ignore ${TESTS:-tests/gpu} >'$OUT/tests.log' 2>&1"
     tail -25 "$OUT/tests.log" | cut -c1-220
 fi
 
-wanted soak && part soak 40 $PYTHON bench/gpu/soak.py "${COMMON[@]}" $SOAK --seconds $(($(left) < 40 ? $(left) - 4 : 36)) \
+# The kernels' own tests only: a waiting kernel and its answering host would take minutes under the sanitizer.
+if wanted sanitizer; then
+    SANITIZER=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | tail -1)
+    if [[ -n $SANITIZER ]]; then
+        part sanitizer "${SANITIZER_S:-120}" bash -c "'$SANITIZER' --tool memcheck --error-exitcode 9 --log-file '$OUT/sanitizer.log' \
+            $PYTHON -m pytest -q -p no:xdist -p no:cacheprovider -W ignore tests/gpu/test_kernels.py -k 'not mailbox' >'$OUT/sanitizer-tests.log' 2>&1"
+        tail -4 "$OUT/sanitizer-tests.log" | cut -c1-220
+        tail -4 "$OUT/sanitizer.log" | cut -c1-220
+    else
+        echo "no compute-sanitizer here"
+    fi
+fi
+
+wanted soak && part soak "$SOAK_S" $PYTHON bench/gpu/soak.py "${COMMON[@]}" $SOAK --seconds $(($(left) < SOAK_S ? $(left) - 4 : SOAK_S - 4)) \
     --out "$OUT/soak.json" | cut -c1-300
 
 echo "=== all: $((SECONDS - BEGUN)) s"

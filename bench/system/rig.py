@@ -302,6 +302,7 @@ class Driver:
         plan = rig.launch.plan
         self._free = list(range(plan.num_kv_blocks))
         self._blocks: dict[str, list[int]] = {}
+        self._known: dict[str, tuple[int, ...]] = {}
         self._step = 0
 
     def start(self, name: str, tokens: Sequence[int], room: int, cached: int = 0) -> Span:
@@ -334,8 +335,23 @@ class Driver:
         self.lengths[name] = len(tokens)
         return span
 
-    def decode(self, steps: int) -> Span:
-        """``steps`` steps of all running requests; up to two under way where the device takes them."""
+    def start_known(self, name: str, tokens: Sequence[int], prefilled: int) -> None:
+        """A request all of whose tokens are known: the first ``prefilled`` are computed now, the others by
+        ``decode(..., known=True)``, whatever was sampled."""
+        plan = self.rig.launch.plan
+        count = -(-len(tokens) // plan.kv_block_size)
+        if count > len(self._free):
+            raise CapacityError(f"{count} KV blocks for {name} exceed the {len(self._free)} free ones")
+        self._blocks[name] = [self._free.pop() for _ in range(count)]
+        self._known[name] = tuple(map(int, tokens))
+        init = RequestInit(SamplingParams(temperature=0.0, seed=0), self._known[name], len(tokens))
+        row = StepRow(name, 0, prefilled, False, False, tuple(self._blocks[name]), init)
+        self._check(self.rig.executor.execute(self._plan((row,))))
+        self.lengths[name] = prefilled
+
+    def decode(self, steps: int, known: bool = False) -> Span:
+        """``steps`` steps of all running requests; up to two under way where the device takes them. ``known``: their
+        inputs are not what was sampled."""
         executor = self.rig.executor
         span = Span(steps=steps, tokens={name: [] for name in self.lengths})
         depth = getattr(executor, "depth", 1)
@@ -343,7 +359,7 @@ class Driver:
         started = time.perf_counter()
         for number in range(steps + depth - 1):
             if number < steps:
-                rows = tuple(StepRow(name, length, 1, True, True) for name, length in self.lengths.items())
+                rows = tuple(self._decode_row(name, known) for name in self.lengths)
                 plan = self._plan(rows)
                 under_way.append(executor.enqueue(plan) if depth > 1 else executor.execute(plan))
                 for name in self.lengths:
@@ -356,6 +372,14 @@ class Driver:
                     span.tokens[row.request_id].append(row.token_id)
         span.seconds = time.perf_counter() - started
         return span
+
+    def _decode_row(self, name: str, known: bool) -> StepRow:
+        length = self.lengths[name]
+        if not known:
+            return StepRow(name, length, 1, True, True)
+        # As after a preemption, because a row samples only after the last token that is known.
+        init = RequestInit(SamplingParams(temperature=0.0, seed=0), self._known[name][: length + 1], length + 1)
+        return StepRow(name, length, 1, True, False, tuple(self._blocks[name]), init)
 
     def retire(self, *finished: str) -> None:
         """End requests and give their blocks back."""
