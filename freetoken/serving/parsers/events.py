@@ -1,8 +1,8 @@
 """What an output parser says about the text of one choice.
 
-The joined texts, the joined reasoning and the calls do not depend on how the text was cut into pieces. Calls do not
-overlap: ``ToolCallStarted``, any number of ``ToolCallDelta``, ``ToolCallEnded``, with indexes 0, 1, 2 and so on.
-A started call is always ended before ``finish`` returns, unless the text was cut (``finish("length")``).
+The joined texts, the joined reasoning and the calls do not depend on how the text was cut into pieces. A call is told
+when it is complete: ``ToolCallStarted``, ``ToolCallDelta``, ``ToolCallEnded`` come in a row, with indexes 0, 1, 2 and
+so on. So no client ever sees a part of a call that is then cut off or turns out not to be one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStarted:
-    """A call has begun, and the name of its tool is known."""
+    """A call, and the name of its tool as the model wrote it, which need not be a declared one."""
 
     index: int
     name: str
