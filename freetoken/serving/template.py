@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -77,13 +78,17 @@ class ChatTemplate:
         environment = _environment()
         self._special_tokens = dict(special_tokens)
         self._templates: dict[str, jinja2.Template] = {}
+        variables: set[str] = set()
         for name, source in sources.items():
             try:
                 self._templates[name] = environment.from_string(source)
+                variables |= jinja2.meta.find_undeclared_variables(environment.parse(source))
             except jinja2.TemplateSyntaxError as error:
                 raise CheckpointError(
                     f"chat template {name!r} is not valid, line {error.lineno}: {error.message}"
                 ) from error
+        self.variables = frozenset(variables)
+        """Names that the templates read and do not set themselves."""
         self.knows_developer_role = any("developer" in source for source in sources.values())
 
     def render(
