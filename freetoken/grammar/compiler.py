@@ -137,7 +137,7 @@ def _escape_slashes(regex: str) -> str:
 def first_line(message: str, limit: int = 300) -> str:
     """The library's reason without its dumps."""
     lines = [line.strip() for line in message.split("<state>")[0].splitlines() if line.strip()]
-    text = "; ".join(line for line in lines if line != "<non-verbose/>")
+    text = "; ".join(line for line in lines if line != "<non-verbose/>" and not line.startswith("while processing "))
     return text if len(text) <= limit else text[:limit] + "..."
 
 
