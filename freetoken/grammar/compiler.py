@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from freetoken.grammar.errors import GrammarError
@@ -102,7 +101,7 @@ def grammar_source(constraint: Constraint) -> str:
                 raise GrammarError(f"not JSON: {error}") from None
             body = {"json_schema": json_source(schema)}
         case ConstraintKind.REGEX:
-            body = {"lark_grammar": f"start: TEXT\nTEXT: /{_escape_slashes(constraint.text)}/"}
+            body = {"lark_grammar": f"start: TEXT\nTEXT: /{escape_slashes(constraint.text)}/"}
         case ConstraintKind.LARK:
             body = {"lark_grammar": constraint.text}
     if not constraint.free_until:
@@ -125,7 +124,8 @@ def json_source(schema: Any, *, lenient: bool = False) -> Any:
     return {**schema, "x-guidance": options}
 
 
-def _escape_slashes(regex: str) -> str:
+def escape_slashes(regex: str) -> str:
+    """A regular expression as it stands between slashes in Lark."""
     out: list[str] = []
     escaped = False
     for char in regex:
@@ -139,8 +139,3 @@ def first_line(message: str, limit: int = 300) -> str:
     lines = [line.strip() for line in message.split("<state>")[0].splitlines() if line.strip()]
     text = "; ".join(line for line in lines if line != "<non-verbose/>" and not line.startswith("while processing "))
     return text if len(text) <= limit else text[:limit] + "..."
-
-
-def alternatives(expressions: Iterable[str]) -> str:
-    """Lark expressions, one of which must match."""
-    return " | ".join(f"({expression})" for expression in expressions)

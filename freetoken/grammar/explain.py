@@ -55,6 +55,8 @@ def explain_schema(compiler: GrammarCompiler, schema: Mapping[str, Any], reason:
             pointer = f"{pointer}/{_escaped(keys[0])}"
         names = " and ".join(repr(key) for key in keys)
         reason = f"{names} cannot be enforced on generated text"
+    elif reason.startswith("oneOf constraints"):
+        reason = "the alternatives of 'oneOf' are not seen to exclude each other; use 'anyOf'"
     return GrammarError(reason, pointer)
 
 

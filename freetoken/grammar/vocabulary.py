@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from freetoken.errors import CheckpointError
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class Vocabulary:
@@ -23,22 +26,26 @@ class Vocabulary:
         tokenizer: LLTokenizer,
         size: int,
         eos_token_ids: Sequence[int],
-        special: Mapping[str, int],
+        added: Mapping[int, str],
         num_tokens: int,
     ) -> None:
-        """``special``: the special tokens by their text. ``num_tokens``: ids from this one on are no tokens."""
+        """``added``: tokens with a text of their own, special or not. ``num_tokens``: ids from this one on are no
+        tokens."""
+        self._added = {token_id: text.encode() for token_id, text in added.items()}
         self._num_tokens = num_tokens
+        special = {text: i for i, text in added.items() if tokenizer.is_special_token(i)}
         self.tokenizer = tokenizer
         self.size = size
         self.eos_token_ids = tuple(eos_token_ids)
-        self._special = dict(special)
+        self._special = special
         names = sorted((name for name in special if name), key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
 
     def text_of(self, token_id: int) -> bytes:
         """What the token contributes to the text; a special token its name, an id that is no token nothing."""
-        if token_id >= self._num_tokens:
-            return b""
+        added = self._added.get(token_id)
+        if added is not None or token_id >= self._num_tokens:
+            return added or b""
         return self.tokenizer.decode_bytes([token_id])
 
     def tokenize(self, text: bytes) -> list[int]:
@@ -78,12 +85,13 @@ def load_vocabulary(directory: str | Path, size: int, eos_token_ids: Sequence[in
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); grammars need a tokenizer.json") from error
     except Exception as error:  # of the JSON reader, or whatever the library thinks of the tokenizer
         raise CheckpointError(f"{path}: grammars cannot be used with this tokenizer: {error}") from error
-    special = {
-        token["content"]: token["id"]
-        for token in definition.get("added_tokens") or ()
-        if token["id"] < size and tokenizer.is_special_token(token["id"])
-    }
-    return Vocabulary(tokenizer, size, ends, special, min(size, max(_token_ids(definition), default=-1) + 1))
+    added = {token["id"]: token["content"] for token in definition.get("added_tokens") or () if token["id"] < size}
+    for token_id, text in list(added.items()):
+        found = tokenizer.tokenize_str(text, parse_special=True)
+        if found != [token_id]:  # the library has numbered it otherwise, or it is a variant of another token
+            logger.warning("event=added_token_unusable token=%r id=%d got=%s", text, token_id, found[:4])
+            del added[token_id]
+    return Vocabulary(tokenizer, size, ends, added, min(size, max(_token_ids(definition), default=-1) + 1))
 
 
 def _add_tokens(definition: dict[str, Any], config: Mapping[str, Any]) -> None:
