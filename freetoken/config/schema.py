@@ -31,6 +31,34 @@ class ServerConfig(_Section):
         True,
         description="Lower a max_tokens beyond the context's end, as agents send; false refuses the request.",
     )
+    model_aliases: tuple[str, ...] = Field(
+        (), description="Further names of the served model; '*' answers to any name."
+    )
+    reasoning: Literal["default", "on", "off"] = Field(
+        "default",
+        description="Whether the model thinks when a request does not say so; default: as its template does.",
+    )
+    keep_reasoning: bool = Field(
+        True, description="Keep the model's own reasoning in later turns; costs context, saves prefill."
+    )
+    canonical_tools: bool = Field(
+        False, description="Sort tools and the keys of their schemas, for clients that shuffle them."
+    )
+    stream_tool_arguments: bool = Field(
+        False, description="Send a tool call's arguments as they are generated instead of when they are complete."
+    )
+    output_memory_tokens: int = Field(
+        2_000_000, ge=0, description="Generated tokens remembered, to recognise them when clients send them back."
+    )
+    max_requests_per_key: int | None = Field(
+        None, ge=1, description="Generations under way for one API key before it gets 429; unset means no limit."
+    )
+    request_timeout_s: float | None = Field(
+        None, gt=0, description="Longest time for one generation, queueing included; unset means no limit."
+    )
+    allowed_origins: tuple[str, ...] = Field(
+        (), description="Origins of web pages that may use the API (CORS), like 'http://localhost:3000'."
+    )
 
 
 class SchedulerConfig(_Section):

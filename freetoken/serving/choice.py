@@ -13,11 +13,12 @@ from freetoken.serving.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How tokens of a request become text."""
+    """How tokens of a request become text. ``keep_special_ids`` are shown in any case: a parser needs them."""
 
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    keep_special_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class ChoiceState:
         self.finish: Finish | None = None
         self.stats: RequestStats | None = None
         self.settled = False
-        self._detokenizer = tokenizer.open_detokenizer(options.skip_special_tokens)
+        self._detokenizer = tokenizer.open_detokenizer(options.skip_special_tokens, options.keep_special_ids)
         self._matcher = StopMatcher(options.stop, options.include_stop)
         self._min_tokens = min_tokens
         self._eos_token_ids = eos_token_ids

@@ -12,6 +12,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from freetoken.launch_spec import LaunchSpec
+from freetoken.serving.dialogue import Dialogue
 from freetoken.serving.errors import bad_value, model_not_found, unavailable
 from freetoken.serving.generation import Generator
 from freetoken.serving.metrics import FrontMetrics
@@ -30,7 +31,7 @@ SESSION_HEADERS = ("x-session-id", "session-id", "x-claude-code-session-id", "x-
 
 @dataclass(slots=True)
 class FrontContext:
-    """``text`` is None until the tokenizer is loaded, which is before ``gate`` opens."""
+    """``text`` and ``dialogue`` are None until the tokenizer is loaded, which is before ``gate`` opens."""
 
     spec: LaunchSpec
     limits: Limits
@@ -40,6 +41,7 @@ class FrontContext:
     engine: EngineView
     pool: Executor
     text: TextModel | None = None
+    dialogue: Dialogue | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -54,9 +56,17 @@ class FrontContext:
             raise unavailable("the tokenizer is loading", "engine_loading")
         return self.text
 
+    def ready_dialogue(self) -> Dialogue:
+        """How conversations become prompts. Raises 503 while the engine does not take requests."""
+        self.ready_text()
+        if self.dialogue is None:
+            raise unavailable("the tokenizer is loading", "engine_loading")
+        return self.dialogue
+
     def check_model(self, name: str) -> None:
         """Raises 404 for a model that is not served here."""
-        if name != self.spec.served_model_name:
+        aliases = self.spec.config.server.model_aliases
+        if name != self.spec.served_model_name and name not in aliases and "*" not in aliases:
             raise model_not_found(name, self.spec.served_model_name)
 
     async def run(self, size_characters: int, function: Callable[[], T]) -> T:

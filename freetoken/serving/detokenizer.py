@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import codecs
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -227,9 +228,11 @@ class TokenTexts:
         self._metaspace = steps[0] if kinds == ["Metaspace"] else None
         self._steps = _piece_steps(steps)
 
-    def open(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A detokeniser for a new stream."""
-        piece_of = self._shown_piece if skip_special_tokens else self.piece
+    def open(self, skip_special_tokens: bool = True, keep: frozenset[int] = frozenset()) -> Detokenizer:
+        """A detokeniser for a new stream. ``keep`` are special tokens that are shown all the same."""
+        piece_of = self.piece
+        if skip_special_tokens:
+            piece_of = functools.partial(self._kept_piece, keep) if keep else self._shown_piece
         if self._byte_level:
             return ByteLevelDetokenizer(piece_of, self.token_bytes)
         if self._steps is not None:
@@ -237,7 +240,7 @@ class TokenTexts:
         if self._metaspace is not None:
             keep_first = self._metaspace.get("prepend_scheme", "always") == "never"
             return MetaspaceDetokenizer(piece_of, self._metaspace.get("replacement", "▁"), keep_first)
-        return WindowDetokenizer(self._raw, skip_special_tokens)
+        return WindowDetokenizer(self._raw, skip_special_tokens and not keep)
 
     def piece(self, token_id: int) -> str | None:
         """The vocabulary's spelling of a token; None for an id that it does not have."""
@@ -250,6 +253,9 @@ class TokenTexts:
 
     def _shown_piece(self, token_id: int) -> str | None:
         return None if token_id in self._special_ids else self.piece(token_id)
+
+    def _kept_piece(self, keep: frozenset[int], token_id: int) -> str | None:
+        return None if token_id in self._special_ids and token_id not in keep else self.piece(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that the token stands for in the middle of a text (a fragment of UTF-8, possibly)."""

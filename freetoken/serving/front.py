@@ -24,6 +24,7 @@ from freetoken.service import Service
 from freetoken.serving.app import build_app
 from freetoken.serving.context import FrontContext
 from freetoken.serving.control import Control
+from freetoken.serving.dialogue import Dialogue
 from freetoken.serving.generation import Generator
 from freetoken.serving.metrics import FrontMetrics
 from freetoken.serving.sampling import Limits
@@ -99,6 +100,7 @@ class ApiFrontService(Service):
                 text.tokenizer.vocab_size,
                 self._limits.vocab_size,
             )
+        self._context.dialogue = await loop.run_in_executor(self._pool, Dialogue.of, self.spec, text)
         self._context.text = text
         logger.info(
             "event=tokenizer_loaded tokens=%d chat_template=%s", text.tokenizer.vocab_size, text.template is not None

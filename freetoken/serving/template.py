@@ -87,6 +87,8 @@ class ChatTemplate:
                 raise CheckpointError(
                     f"chat template {name!r} is not valid, line {error.lineno}: {error.message}"
                 ) from error
+        self.source = "\n".join(sources.values())
+        """All templates, for those who look for words in them."""
         self.variables = frozenset(variables)
         """Names that the templates read and do not set themselves."""
         self.knows_developer_role = any("developer" in source for source in sources.values())

@@ -79,9 +79,14 @@ class Tokenizer:
         text: str = self._raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def open_detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A detokeniser for one stream."""
-        return self.texts.open(skip_special_tokens)
+    def token_id(self, token: str) -> int | None:
+        """The id of a whole token, None when the vocabulary has none that is spelled like this."""
+        found: int | None = self._raw.token_to_id(token)
+        return found
+
+    def open_detokenizer(self, skip_special_tokens: bool = True, keep: frozenset[int] = frozenset()) -> Detokenizer:
+        """A detokeniser for one stream. ``keep`` are special tokens that are shown all the same."""
+        return self.texts.open(skip_special_tokens, keep)
 
 
 @dataclass(frozen=True, slots=True)
