@@ -75,21 +75,25 @@ std::vector<std::int64_t> time_experts(WorkerPool& pool, const ExpertStore& stor
   std::vector<ExpertJob> jobs(num_experts);
   std::vector<std::int64_t> times;
   int next = 0;
+  std::int64_t next_slot = 0;
+  const std::int64_t num_slots = slots != nullptr ? static_cast<std::int64_t>(slots->size_bytes()) / bytes : 0;
   const std::int64_t end = monotonic_ns() + window_ns;
   for (std::int64_t now = 0; now < end || times.size() < 2;) {
     const std::int64_t start = monotonic_ns();
     const auto record = [&](int i) { return store.record(layer, (next + i) % store.num_experts()); };
+    const auto slot = [&](int i) { return slots->data() + (next_slot + i) % num_slots * bytes; };
     if (slots != nullptr) {
       pool.parallel_for(num_experts * bytes, kGrain, [&](std::int64_t from, std::int64_t to, int) {
         while (from < to) {
           const std::int64_t size = std::min(to - from, bytes - from % bytes);
-          std::memcpy(slots->data() + from, record(static_cast<int>(from / bytes)) + from % bytes, size);
+          const auto i = static_cast<int>(from / bytes);
+          std::memcpy(slot(i) + from % bytes, record(i) + from % bytes, size);
           from += size;
         }
       });
     }
     for (int i = 0; i < num_experts; ++i) {
-      const std::byte* data = slots != nullptr ? slots->data() + i * bytes : record(i);
+      const std::byte* data = slots != nullptr ? slot(i) : record(i);
       jobs[i] = ExpertJob{data, &layout, routes.data() + i * num_tokens, num_tokens};
     }
     run_expert_jobs(pool, jobs, batch, false);
@@ -97,6 +101,7 @@ std::vector<std::int64_t> time_experts(WorkerPool& pool, const ExpertStore& stor
     now = monotonic_ns();
     times.push_back(now - start);
     next = (next + num_experts) % store.num_experts();
+    next_slot = (next_slot + num_experts) % std::max<std::int64_t>(num_slots, 1);
   }
   return times;
 }

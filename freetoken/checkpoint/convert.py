@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,22 +110,7 @@ def convert_source(
 
     Raises ``CheckpointError`` or ``UnsupportedModelError``; an interrupted run can be resumed by calling again.
     """
-    spec = parse_source_config(source.config)
-    names = _map_tensors(source, spec)
-    dense_dtypes = {
-        name: _target_dtype(options, {source.tensors[origin].own_format}, may_be_q4_0(name))
-        for name, origin in names.dense.items()
-    }
-    layer_dtypes = _choose_layer_dtypes(options, source, spec, names)
-    config = _stored_config(source.config, spec, dense_dtypes)
-    plan = plan_index(
-        config,
-        dense_dtypes,
-        layer_dtypes,
-        tile_columns=options.tile_columns,
-        max_file_bytes=options.max_file_bytes,
-        path=destination,
-    )
+    spec, names, dense_dtypes, layer_dtypes, config, plan = _plan(source, options, destination)
     report = progress or (lambda done, total, what: None)
     total = plan.dense_bytes + plan.expert_bytes
     with FtwWriter(destination, plan, source.fingerprint, overwrite=options.overwrite) as writer:
@@ -158,6 +143,40 @@ def convert_source(
             {**source.description, "fingerprint": source.fingerprint},
             lambda directory: _write_companions(source, config, directory),
         )
+
+
+def plan_conversion(source: TensorSource, options: ConvertOptions = ConvertOptions()) -> FtwIndex:
+    """What ``convert_source`` would write: an index without checksums. Reads headers only; raises the same errors."""
+    return _plan(source, options, "").planned
+
+
+class _Plan(NamedTuple):
+    spec: ModelSpec
+    names: _TensorMap
+    dense_dtypes: dict[str, str]
+    layer_dtypes: list[str]
+    config: dict[str, Any]
+    planned: FtwIndex
+
+
+def _plan(source: TensorSource, options: ConvertOptions, destination: str | Path) -> _Plan:
+    spec = parse_source_config(source.config)
+    names = _map_tensors(source, spec)
+    dense_dtypes = {
+        name: _target_dtype(options, {source.tensors[origin].own_format}, may_be_q4_0(name))
+        for name, origin in names.dense.items()
+    }
+    layer_dtypes = _choose_layer_dtypes(options, source, spec, names)
+    config = _stored_config(source.config, spec, dense_dtypes)
+    index = plan_index(
+        config,
+        dense_dtypes,
+        layer_dtypes,
+        tile_columns=options.tile_columns,
+        max_file_bytes=options.max_file_bytes,
+        path=destination,
+    )
+    return _Plan(spec, names, dense_dtypes, layer_dtypes, config, index)
 
 
 def _map_tensors(source: TensorSource, spec: ModelSpec) -> _TensorMap:

@@ -17,8 +17,11 @@ from rich.console import Console
 from freetoken.cli.live import LiveView, PlainView, View
 from freetoken.cli.main import INTERRUPTED
 from freetoken.cli.messages import report
+from freetoken.cli.tables import print_plan
 from freetoken.config.loader import merge, settings_from_flags
+from freetoken.engine.bandwidth import with_profile
 from freetoken.engine.phases import Phase
+from freetoken.engine.plan_model import report_launch
 from freetoken.engine.prepare import prepare_launch
 from freetoken.engine.runtime import Overview, Runtime
 from freetoken.errors import ConfigError, FreeTokenError
@@ -39,17 +42,25 @@ def add_parser(subparsers: Any) -> None:
     """Register the sub-command."""
     parser = subparsers.add_parser("launch", help="load a model and serve it")
     parser.add_argument("model", metavar="MODEL", help="FTW or Hugging Face directory, GGUF file, hub name, or: demo")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="where dense layers and cached experts run")
-    parser.add_argument("--vram", type=_bytes, metavar="BYTES", help="device memory budget, for example 8GiB")
-    parser.add_argument("--profile", metavar="NAME", help="settings profile: a shipped name, or a YAML file")
+    add_plan_arguments(parser)
     parser.add_argument("--runtime", choices=("ray", "local"), help="actors on Ray, or all in this process")
     parser.add_argument("--host", help="address to listen on (server.host)")
     parser.add_argument("--port", type=int, help="TCP port to listen on (server.port); 0: any")
+    parser.add_argument("--detach", action="store_true", help="leave the engine running on its Ray cluster")
+    parser.add_argument("--ready-file", type=Path, metavar="PATH", help="write JSON with url and pid once it serves")
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that decide how a model is laid out in memory."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where dense layers and cached experts run")
+    parser.add_argument("--vram", type=_bytes, metavar="BYTES", help="device memory budget, for example 8GiB")
+    parser.add_argument(
+        "--split", metavar="HOW", help="missing experts: auto (by live rates), fetch, cpu, q=0.3 (experts.split)"
+    )
+    parser.add_argument("--profile", metavar="NAME", help="settings profile: a shipped name, or a YAML file")
     parser.add_argument(
         "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="any setting; may be repeated"
     )
-    parser.add_argument("--detach", action="store_true", help="leave the engine running on its Ray cluster")
-    parser.add_argument("--ready-file", type=Path, metavar="PATH", help="write JSON with url and pid once it serves")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,9 +87,11 @@ def overrides_of(args: argparse.Namespace) -> dict[str, Any]:
     """Nested settings from the flags; a flag of its own wins over ``--set``. Raises ``ConfigError``."""
     settings = settings_from_flags(args.settings)
     for name in ("device", "vram", "runtime"):
-        if getattr(args, name) is not None:
+        if getattr(args, name, None) is not None:
             settings[name] = getattr(args, name)
-    server = {name: getattr(args, name) for name in ("host", "port") if getattr(args, name) is not None}
+    if getattr(args, "split", None) is not None:
+        settings = merge(settings, {"experts": {"split": args.split}})
+    server = {name: getattr(args, name) for name in ("host", "port") if getattr(args, name, None) is not None}
     return merge(settings, {"server": server}) if server else settings
 
 
@@ -100,7 +113,10 @@ def _prepare(args: argparse.Namespace, console: Console) -> LaunchSpec:
                 task.append(bar.add_task("", total=None))
             bar.update(task[0], completed=done, total=total or None, description=what)
 
-        return prepare_launch(args.model, profile=args.profile, overrides=overrides_of(args), progress=show)
+        spec = prepare_launch(args.model, profile=args.profile, overrides=overrides_of(args), progress=show)
+    spec = with_profile(spec, lambda text: console.print(text, highlight=False))
+    print_plan(report_launch(spec), console, f"{spec.served_model_name} on {spec.config.device}")
+    return spec
 
 
 def _make_runtime(spec: LaunchSpec, detach: bool, console: Console) -> Runtime:

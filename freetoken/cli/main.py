@@ -14,6 +14,8 @@ COMMANDS = {
     "launch": "load a model and serve it",
     "status": "show the running engine",
     "stop": "stop the running engine",
+    "plan": "show how a model would be laid out in memory, and what speed to expect",
+    "bench": "measure what this machine delivers for a model",
     "convert": "convert a checkpoint into the FTW format",
     "verify": "check every checksum of an FTW checkpoint",
     "synth": "make a checkpoint of random weights with the dimensions of a real model",

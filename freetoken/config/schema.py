@@ -90,6 +90,9 @@ class ExpertsConfig(_Section):
         description="Misses fetched by the device: 'auto' (by live rates), 'fetch' (all), 'cpu' (none) or "
         "'q=FRACTION'.",
     )
+    measure: bool = Field(
+        True, description="Before the first launch of a model, measure what fetches and CPU experts cost (split=auto)."
+    )
     policy: Literal["crf", "lru"] = Field("crf", description="Admission and eviction of expert slots.")
     half_life_tokens: float = Field(32.0, gt=0, description="Half-life of the recency-frequency score.")
     seed_tail_tokens: int = Field(

@@ -27,6 +27,11 @@ _CUDA_RESERVE_BYTES = 600 << 20
 _STAGING_SPARES = 16
 
 
+def kv_dtype_bytes(dtype: str) -> int:
+    """Of one element of the KV cache."""
+    return _DTYPE_BYTES[dtype]
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointSizes:
     """Bytes of a converted checkpoint, from its index."""

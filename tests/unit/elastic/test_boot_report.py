@@ -1,0 +1,85 @@
+"""What a boot plan is explained as, for models that are not there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freetoken.cli.main import main
+from freetoken.elastic.machine import MachineInfo
+from freetoken.engine.plan_model import plan_model, read_index
+from freetoken.errors import CapacityError, CheckpointError
+from freetoken.units import parse_bytes
+
+GIB = 1 << 30
+MACHINE = MachineInfo(tuple(range(16)), 128 * GIB, 120 * GIB)
+
+
+def report(vram: str, model: str = "qwen3-30b-a3b", dtype: str = "q4_0", **settings):
+    return plan_model(model, dtype=dtype, overrides={"vram": parse_bytes(vram), **settings}, machine=MACHINE)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr("freetoken.elastic.profile.gpu_identity", lambda: None)
+
+
+def test_eight_gigabytes_hold_a_model_by_name_alone():
+    found = report("8GiB", device="cuda")
+    assert found.total("device") <= 8 * GIB < found.total("device") + 4 * found.plan.slot_stride_bytes
+    assert found.plan.max_context_tokens >= 32768
+    assert found.num_records == 48 * 128 and 0 < found.plan.num_slots < found.num_records
+    assert found.decode.worst_tokens_per_s < found.decode.tokens_per_s
+    assert not found.costs.measured
+    names = [row.what for row in found.rows if row.place == "device"]
+    assert names == ["dense weights", "CUDA, sampler, routers", "workspace", "KV cache", "expert slots", "staging"]
+    json.dumps(found.to_json())
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(4, 40), st.sampled_from(["cpu", "cuda"]))
+def test_more_memory_is_never_slower_and_never_over_budget(gib, device):
+    less, more = report(f"{gib}GiB", device=device), report(f"{gib + 1}GiB", device=device)
+    for found in (less, more):
+        assert found.total("device") <= found.budget_bytes
+    assert more.plan.num_slots >= less.plan.num_slots
+    assert device == "cpu" or more.decode.tokens_per_s >= 0.999 * less.decode.tokens_per_s
+
+
+def test_the_kv_dtype_is_a_lever_with_its_trade():
+    found = report("12GiB", device="cuda", kv={"dtype": "f32"})
+    lever = next(lever for lever in found.levers if lever.setting == "kv.dtype=bf16")
+    assert lever.slots > found.plan.num_slots and lever.kv_tokens == found.plan.kv_capacity_tokens
+    assert lever.tokens_per_s > found.decode.tokens_per_s
+    assert not any("kv.dtype" in lever.setting for lever in report("12GiB", device="cuda").levers)
+
+
+def test_too_little_names_what_would_work(capsys):
+    with pytest.raises(CapacityError, match=r"--vram (\d+)MiB would work") as caught:
+        report("1GiB")
+    text = str(caught.value)
+    report(text.split("--vram ")[1].split()[0])
+    assert main(["plan", "qwen3-30b-a3b", "--vram", "1GiB"]) == 2
+    assert "would work" in capsys.readouterr().err
+
+
+def test_unknown_models_and_misplaced_dtypes(tmp_path):
+    with pytest.raises(CheckpointError, match="none of the known shapes"):
+        read_index("qwen4-900b")
+    with pytest.raises(CheckpointError, match="--dtype q4_0 is for models by name"):
+        read_index(str(tmp_path), "q4_0")
+
+
+def test_the_command_prints_a_table_or_json(capsys):
+    arguments = ["plan", "qwen3-moe-tiny", "--vram", "64MiB", "--set", "kv.num_tokens=1024"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "expert slots" in text and "tokens/s" in text and "assumed" in text
+    assert main([*arguments, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["kv_tokens"] == 1024 and data["budget_bytes"] == 64 << 20
+    assert main(["plan", "llama-tiny"]) == 0
+    assert "tokens/s" in capsys.readouterr().out
