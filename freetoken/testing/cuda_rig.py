@@ -18,6 +18,7 @@ import torch
 from freetoken._native import CacheServer, CpuServer, Mailbox, SharedSegment, SlotTable, WorkerPool
 from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.checkpoint.held_store import HeldStore
+from freetoken.costs import assumed_costs
 from freetoken.execution.cuda.arena import CudaArena
 from freetoken.execution.cuda.data_plane import DataPlane, ExpertRecords
 from freetoken.execution.cuda.driver import CudaDriver, HostMemoryDriver
@@ -26,6 +27,7 @@ from freetoken.execution.cuda.report import ReportBuffers
 from freetoken.execution.cuda.runtime import CudaRuntime, Progress
 from freetoken.execution.cuda.staging import RecordCopier
 from freetoken.experts.device_client import DEVICE_SPIN_US, plan_mailbox
+from freetoken.experts.split import native_costs
 from freetoken.kernels.triton.plan import DevicePlan
 from freetoken.launch_spec import LaunchSpec
 
@@ -174,6 +176,7 @@ class CudaRig:
         self._spin_us = spin_us if spin_us is not None else (DEVICE_SPIN_US if self.device.type == "cuda" else 0)
         self._capture = capture
         self._fetch_fraction = launch.config.experts.fetch_fraction if fetch_fraction is None else fetch_fraction
+        self._auto_split = fetch_fraction is None and launch.config.experts.split == "auto"
         self.executor: CudaStepExecutor
 
     def __enter__(self) -> CudaRig:
@@ -204,6 +207,9 @@ class CudaRig:
             self.cache_server = CacheServer(
                 self.mailbox, self.slots, self._fetch_fraction, plan.num_slots == 0, self._spin_us, strides, True
             )
+            if self._auto_split:
+                costs = plan.costs or assumed_costs(self.launch.config.device)
+                self.cache_server.set_auto_split(native_costs(costs))
             self.cpu_server = CpuServer(self.mailbox, self._expert_store, self._pool, self._spin_us, True)
             self._servers = [self.cache_server, self.cpu_server]
             for server in self._servers:
