@@ -165,16 +165,18 @@ class WindowDetokenizer(Detokenizer):
     Exact where a token's text depends only on the few tokens before it.
     """
 
-    def __init__(self, raw: RawTokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, raw: RawTokenizer, skipped_ids: frozenset[int]) -> None:
         self._raw = raw
-        self._skip = skip_special_tokens
+        self._skipped_ids = skipped_ids
         self._ids: list[int] = []
         self._shown = 0
 
     def push(self, token_id: int) -> str:
-        before = self._raw.decode(self._ids[: self._shown], skip_special_tokens=self._skip)
+        if token_id in self._skipped_ids:
+            return ""
+        before = self._decode(self._ids[: self._shown])
         self._ids.append(token_id)
-        text = self._raw.decode(self._ids, skip_special_tokens=self._skip)
+        text = self._decode(self._ids)
         if len(text) <= len(before) or text.endswith(REPLACEMENT):
             return ""
         self._ids = self._ids[self._shown :]
@@ -182,8 +184,12 @@ class WindowDetokenizer(Detokenizer):
         return text[len(before) :]
 
     def flush(self) -> str:
-        before = self._raw.decode(self._ids[: self._shown], skip_special_tokens=self._skip)
-        return self._raw.decode(self._ids, skip_special_tokens=self._skip)[len(before) :]
+        before = self._decode(self._ids[: self._shown])
+        return self._decode(self._ids)[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._raw.decode(ids, skip_special_tokens=False)
+        return text
 
 
 def _flatten(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -240,7 +246,7 @@ class TokenTexts:
         if self._metaspace is not None:
             keep_first = self._metaspace.get("prepend_scheme", "always") == "never"
             return MetaspaceDetokenizer(piece_of, self._metaspace.get("replacement", "▁"), keep_first)
-        return WindowDetokenizer(self._raw, skip_special_tokens and not keep)
+        return WindowDetokenizer(self._raw, self._special_ids - keep if skip_special_tokens else frozenset())
 
     def piece(self, token_id: int) -> str | None:
         """The vocabulary's spelling of a token; None for an id that it does not have."""

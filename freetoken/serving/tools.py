@@ -33,17 +33,6 @@ class ToolSpec:
     grammar: ToolGrammar | None = None
     deferred: bool = False
 
-    @property
-    def prompt_name(self) -> str:
-        """The name that stands for the tool in a prompt, unique among namespaces."""
-        return f"{self.namespace}__{self.name}" if self.namespace else self.name
-
-    def written_names(self) -> tuple[str, ...]:
-        """What models write when they mean this tool: ``prompt_name`` first."""
-        if not self.namespace:
-            return (self.name,)
-        return (self.prompt_name, f"{self.namespace}.{self.name}", f"{self.namespace}/{self.name}", self.name)
-
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:

@@ -92,6 +92,20 @@ def test_random_ids(kind: str, data: st.DataObject, skip: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", BUILT)
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_special_tokens_can_be_kept_one_by_one(kind: str, data: st.DataObject) -> None:
+    tokenizer = BUILT[kind]
+    special = sorted(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+    kept = frozenset(data.draw(st.sets(st.sampled_from(special))))
+    ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1) | st.sampled_from(special), max_size=16))
+    detokenizer = texts_of(tokenizer).open(True, kept)
+    streamed = "".join([*(detokenizer.push(i) for i in ids), detokenizer.flush()])
+    shown = [i for i in ids if i not in special or i in kept]
+    assert streamed == tokenizer.decode(shown, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("kind", BUILT)
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=24))
 def test_random_text(kind: str, text: str) -> None:

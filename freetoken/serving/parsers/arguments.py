@@ -27,6 +27,7 @@ from freetoken.serving.tools import ToolSpec
 
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _LOOSE_INTEGER = re.compile(r"[+-]?\d+")
+_SEPARATORS = re.compile(r"__|[./:]")
 _EXACT_INTEGER = 2**53
 _MAX_NUMBER_CHARACTERS = 400
 _MAX_SCHEMA_DEPTH = 16
@@ -34,20 +35,22 @@ _INPUT_KEYS = ("input", "patch", "text", "content")
 
 
 class ToolTable:
-    """The tools of a request by the names that a model may write for them."""
+    """The tools of a request under the names that the model knows them by (``Toolset.flat``)."""
 
     def __init__(self, tools: Sequence[ToolSpec]) -> None:
         self._by_name: dict[str, ToolSpec] = {}
         for tool in tools:
-            for name in tool.written_names():
-                self._by_name.setdefault(name, tool)
+            self._by_name.setdefault(tool.name, tool)
 
     def __bool__(self) -> bool:
         return bool(self._by_name)
 
     def find(self, name: str) -> ToolSpec | None:
-        """The tool, or None for a name that nobody declared."""
-        return self._by_name.get(name)
+        """The tool, also under its name with a namespace before it; None for a name that nobody declared."""
+        found = self._by_name.get(name)
+        if found is None:
+            found = next((self._by_name[rest] for rest in _without_namespace(name) if rest in self._by_name), None)
+        return found
 
     def parameters(self, name: str) -> Mapping[str, Any]:
         """Schemas of the declared parameters of a tool; empty where nothing is known."""
@@ -63,6 +66,11 @@ class ToolTable:
         if tool.kind == "custom":
             return dump(text)
         return typed_value(text, self.parameters(name).get(parameter), tool.schema)
+
+
+def _without_namespace(name: str) -> Iterator[str]:
+    for match in _SEPARATORS.finditer(name):
+        yield name[match.end() :]
 
 
 def dump(value: Any) -> str:
