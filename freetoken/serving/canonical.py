@@ -65,7 +65,7 @@ def canonicalise(conversation: Conversation, traits: TemplateTraits, ordered_too
     for turn in conversation.turns:
         builder.add(turn)
     declared = [tool_definition(tool) for tool in toolset.visible]
-    if declared and not traits.speaks_tools:
+    if declared and not traits.tools:
         builder.declare(declared)
         declared = []
     return CanonicalPrompt(builder.messages, builder.sources, declared, toolset)
@@ -95,7 +95,10 @@ def tool_definition(tool: ToolSpec) -> dict[str, Any]:
         schema = {"type": "object", "properties": {CUSTOM_FIELD: field}, "required": [CUSTOM_FIELD]}
     elif not schema:
         schema = {"type": "object", "properties": {}}
-    function: dict[str, Any] = {"name": tool.name, "description": description, "parameters": dict(schema)}
+    function: dict[str, Any] = {"name": tool.name}
+    if description:
+        function["description"] = description
+    function["parameters"] = dict(schema)
     return {"type": "function", "function": function}
 
 
@@ -217,7 +220,7 @@ class _Builder:
         message: dict[str, Any] = {**turn.extra, "role": "assistant", "content": text}
         if reasoning and self._traits.reasoning_field is not None:
             message[self._traits.reasoning_field] = reasoning
-        if calls and self._traits.speaks_tools:
+        if calls and self._traits.shows_calls:
             message["tool_calls"] = [self._call(call) for call in calls]
         elif calls:
             written = [self._written_call(call) for call in calls]
@@ -274,7 +277,7 @@ class _Builder:
 
     def _add_result(self, result: ToolResultPart) -> None:
         text = "\n".join(self._text(part) for part in result.content)
-        if not self._traits.speaks_tools:
+        if not self._traits.shows_calls:
             self._add_user(f"<tool_response>\n{text}\n</tool_response>", {})
             return
         name = self._names.get(result.call_id, "")

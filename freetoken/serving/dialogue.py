@@ -53,13 +53,13 @@ class Dialogue:
         )
         source = None if text.template is None else text.template.source
         output = format_for(spec.model.family, source, lambda token: tokenizer.token_id(token) is not None)
-        if not renderer.traits.speaks_tools and not output.calls and output.channels is None:
+        if not output.calls and output.channels is None:
             output = format_named(FALLBACK_FORMAT)
         kept = {tokenizer.token_id(token) for token in output.special_tokens}
         logger.info(
             "event=dialogue_ready format=%s template_tools=%s reasoning_field=%s",
             output.name,
-            renderer.traits.speaks_tools,
+            renderer.traits.tools and renderer.traits.shows_calls,
             renderer.traits.reasoning_field,
         )
         return cls(renderer, output, frozenset(i for i in kept if i is not None))

@@ -6,7 +6,7 @@ docs/http.md.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -82,9 +82,15 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="Who speaks.")
-    content: Any = Field(None, description="A string, or a list of parts of type text.")
+    role: str = Field(
+        min_length=1, description="`system`, `developer`, `user`, `assistant` or `tool`; others count as `user`."
+    )
+    content: Any = Field(
+        None, description="A string, or a list of parts; those that are not text are replaced by a placeholder."
+    )
     tool_calls: list[dict[str, Any]] | None = Field(None, description="Earlier calls of an assistant.")
+    tool_call_id: Any = Field(None, description="Which call a `tool` message answers.")
+    reasoning_content: Any = Field(None, description="Earlier reasoning of an assistant (also as `reasoning`).")
 
 
 class StreamOptions(BaseModel):
@@ -150,9 +156,21 @@ class ChatRequest(GenerationFields):
     top_logprobs: int | None = Field(
         None, ge=0, le=MAX_LOGPROBS, description="Alternatives for each token; needs `logprobs`."
     )
-    tools: list[dict[str, Any]] | None = Field(None, description="Handed to the chat template as they are.")
-    tool_choice: Any = Field(None, description="`auto` or `none` (tools are not shown to the model).")
-    response_format: dict[str, Any] | None = Field(None, description='Only `{"type": "text"}`.')
+    tools: list[dict[str, Any]] | None = Field(None, description="Of type `function` or `custom`; others are ignored.")
+    tool_choice: Any = Field(
+        None,
+        description="`auto`, `none` (tools are not shown to the model), `required`, `allowed_tools`, or a named tool.",
+    )
+    parallel_tool_calls: bool | None = Field(None, description="False ends the answer after its first call.")
+    response_format: dict[str, Any] | None = Field(
+        None, description="Type `text`, `json_object`, `json_schema`, `regex` (`pattern`) or `grammar` (`grammar`)."
+    )
+    reasoning_effort: str | None = Field(None, description="How much to think; `none` for not at all.")
+    thinking: dict[str, Any] | None = Field(None, description="`type`: `enabled` or `disabled`.")
+    reasoning: dict[str, Any] | None = Field(None, description="`effort`, `max_tokens` and `enabled`, as routers send.")
+    continue_final_message: bool | None = Field(
+        None, description="Go on with the last message, an assistant's, instead of a new one."
+    )
     add_generation_prompt: bool | None = Field(None, description="Open the assistant's turn (default true).")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
 

@@ -35,8 +35,8 @@ class TemplateTraits:
     - ``system``: takes a system message at the front; ``system_anywhere``: and leaves later ones in their place.
     - ``developer``: has that role.
     - ``repeated_users``: keeps two user messages in a row; ``user_after_result``: and one after a tool's result.
-    - ``tools``, ``calls``, ``results``: shows declarations, earlier calls, and what they returned; without all three
-      the renderer writes them itself.
+    - ``tools``, ``calls``, ``results``: shows declarations, earlier calls, and what they returned; the renderer writes
+      declarations itself where the template does not, and calls with results where it does not show both.
     - ``arguments_as_text``: wants a call's arguments as JSON text.
     - ``results_alone``: shows a result just so when the message before it names no call.
     - ``reasoning_field``: the field of a message whose text it shows as reasoning.
@@ -57,9 +57,9 @@ class TemplateTraits:
     call_closing: str = ""
 
     @property
-    def speaks_tools(self) -> bool:
-        """The template does all that a conversation with tools needs."""
-        return self.tools and self.calls and self.results
+    def shows_calls(self) -> bool:
+        """The template writes calls and their results."""
+        return self.calls and self.results
 
 
 def message(role: str, content: str, **fields: Any) -> dict[str, Any]:

@@ -264,8 +264,9 @@ async def test_parts_and_roles(site: Site) -> None:
     assert status == 200
     text = site.tokenizer.decode(site.scheduler.submitted[0].prompt_token_ids, skip_special_tokens=False)
     assert text == (
-        "<|im_start|>system\nd<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
-        "<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>system\nd<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n<|im_start|>assistant\n"
+        '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
 
 
@@ -278,7 +279,7 @@ async def test_string_and_part_give_the_same_tokens(site: Site) -> None:
 
 async def test_tools_and_variables_reach_the_template(tmp_path: Path) -> None:
     template = "{% if tools %}{{ tools | tojson }}{% endif %}{{ mood }}{{ add_generation_prompt }}"
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"b": 1, "a": 2}}}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"b": {}, "a": {"z": 1, "y": 2}}}}]
     async with open_site(write_text_checkpoint(tmp_path, template)) as site:
         await site.chat(tools=tools, chat_template_kwargs={"mood": "calm"}, add_generation_prompt=False)
         await site.chat(tools=tools, tool_choice="none")

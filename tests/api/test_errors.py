@@ -76,20 +76,16 @@ async def test_shared_fields(site: Site, fields: dict[str, Any], param: str, wor
     [
         ({"messages": []}, "messages", ["1"]),
         ({"messages": "hi"}, "messages", ["'hi'"]),
-        ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role", ["'robot'"]),
+        ({"messages": [{"role": "", "content": ""}]}, "messages[0].role", ["''", "1"]),
         ({"messages": [{"content": "x"}]}, "messages[0].role", ["required"]),
         ({"messages": [{"role": "user"}]}, "messages[0].content", ["required"]),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", ["5"]),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]", ["'x'"]),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages[0].content[0]",
-            ["image_url", "text"],
-        ),
+        ({"messages": [{"role": "user", "content": [{"kind": "text"}]}]}, "messages[0].content[0]", ["type"]),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", ["None"]),
         ({"top_logprobs": 2}, "top_logprobs", ["logprobs"]),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", ["21", "20"]),
-        ({"response_format": {"type": "json_object"}}, "response_format", ["json_object"]),
+        ({"response_format": {"type": "yaml"}}, "response_format", ["yaml", "json_schema"]),
         ({"tool_choice": "required"}, "tool_choice", ["required"]),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", ["messages"]),
         ({"tools": ["x"]}, "tools[0]", ["'x'"]),
@@ -220,9 +216,12 @@ async def test_max_tokens_beyond_the_context_can_be_refused(checkpoint: Path) ->
 
 
 async def test_template_refusal(tmp_path: Path) -> None:
-    template = "{% if messages[0].role != 'user' %}{{ raise_exception('start with the user') }}{% endif %}x"
+    template = (
+        "{% if messages[0].role != 'user' %}{{ raise_exception('start with the user') }}{% endif %}"
+        "{{ messages[0].content }}"
+    )
     async with open_site(write_text_checkpoint(tmp_path, template)) as site:
-        status, body = await site.chat(messages=[{"role": "system", "content": "x"}])
+        status, body = await site.chat(messages=[{"role": "assistant", "content": "x"}])
         error = error_of(body)
         assert (status, error["code"], error["param"]) == (400, "template_refused", "messages")
         assert "start with the user" in error["message"]
@@ -306,7 +305,7 @@ async def test_unexpected_faults_are_500(
     def broken(*args: Any) -> None:
         raise ZeroDivisionError("secret detail")
 
-    monkeypatch.setattr("freetoken.serving.chat.template_messages", broken)
+    monkeypatch.setattr("freetoken.serving.chat.read_chat", broken)
     with caplog.at_level(logging.ERROR):
         async with site.session.post(
             "/v1/chat/completions",
