@@ -34,11 +34,13 @@ INLINE_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """How one model's prompts are written and its output is read. ``kept_ids`` are tokens that the parser must see."""
+    """How one model's prompts are written and its output is read. ``kept_ids`` are tokens that the parser must see,
+    ``stop_ids`` those that end the model's turn, whether or not the checkpoint's configuration says so."""
 
     renderer: PromptRenderer
     output: OutputFormat
     kept_ids: frozenset[int]
+    stop_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, spec: LaunchSpec, text: TextModel) -> Dialogue:
@@ -53,6 +55,7 @@ class Dialogue:
         )
         source = None if text.template is None else text.template.source
         output = format_for(spec.model.family, source, lambda token: tokenizer.token_id(token) is not None)
+        stops = [tokenizer.token_id(token) for token in output.stop_tokens]
         if not output.calls and output.channels is None:
             output = format_named(FALLBACK_FORMAT)
         kept = {tokenizer.token_id(token) for token in output.special_tokens}
@@ -62,7 +65,14 @@ class Dialogue:
             renderer.traits.tools and renderer.traits.shows_calls,
             renderer.traits.reasoning_field,
         )
-        return cls(renderer, output, frozenset(i for i in kept if i is not None))
+        return cls(
+            renderer, output, frozenset(i for i in kept if i is not None), tuple(i for i in stops if i is not None)
+        )
+
+    def ending(self, text: TextModel) -> TextModel:
+        """``text`` with generation defaults that also end a sequence at ``stop_ids``."""
+        ids = dict.fromkeys((*text.defaults.eos_token_ids, *self.stop_ids))
+        return replace(text, defaults=replace(text.defaults, eos_token_ids=tuple(ids)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,8 +100,9 @@ class ApiFrontService(Service):
                 text.tokenizer.vocab_size,
                 self._limits.vocab_size,
             )
-        self._context.dialogue = await loop.run_in_executor(self._pool, Dialogue.of, self.spec, text)
-        self._context.text = text
+        dialogue = await loop.run_in_executor(self._pool, Dialogue.of, self.spec, text)
+        self._context.dialogue = dialogue
+        self._context.text = dialogue.ending(text)
         logger.info(
             "event=tokenizer_loaded tokens=%d chat_template=%s", text.tokenizer.vocab_size, text.template is not None
         )
