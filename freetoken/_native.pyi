@@ -282,7 +282,8 @@ class Mailbox:
         """All that a client needs to address the segment by itself; csrc/core/mailbox.h has the protocol.
 
         ``X_offset``: from the start of the segment, of the words' values (req, plan, part, abort: u32) and of the
-        regions (request, hidden, ids, weights, admit, plan_header, entries, routes, slot_of, stamps, partial).
+        regions (request, hidden, ids, weights, admit, plan_header, entries, routes, brief, slot_of, stamps,
+        partial).
         ``X_field``: within a struct, of request_(seq, layer: u32; step_id: u64; num_tokens, top_k, flags: u32),
         plan_(seq, num_hits, num_fetches, num_cpu, num_routes, num_admitted, num_evicted: u32), entry_(expert, kind,
         source_slot, destination_slot, first_route, num_routes: i32) and stamps_client (i64 published, planned, own,

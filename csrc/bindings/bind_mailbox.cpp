@@ -84,6 +84,7 @@ py::dict describe_layout(const Mailbox& mailbox) {
   d["plan_header_offset"] = o.plan_header;
   d["entries_offset"] = o.entries;
   d["routes_offset"] = o.routes;
+  d["brief_offset"] = o.brief;
   d["slot_of_offset"] = o.slot_of;
   d["stamps_offset"] = o.stamps;
   d["partial_offset"] = o.partial;

@@ -180,6 +180,7 @@ bool CacheServer::answer(std::uint32_t seq) {
   count(publish.layer, plan);
   const std::int64_t planned_ns = monotonic_ns();
   plan_ns_.add(planned_ns - seen_ns);
+  if (request.num_tokens == 1 && request.top_k < kBriefPieces) mailbox_->write_brief(seq, request.top_k);
   mailbox_->plan().publish(seq);
   CpuShare share{};
   share.step_id = request.step_id;

@@ -67,6 +67,7 @@ MailboxOffsets plan_offsets(const MailboxGeometry& g) {
   o.plan_header = place(sizeof(PlanHeader));
   o.entries = place(std::uint64_t{max_entries_of(g)} * sizeof(PlanEntry));
   o.routes = place(routes * sizeof(std::int32_t));
+  o.brief = place(kBriefPieces * sizeof(BriefPiece));
   o.slot_of = place(std::uint64_t{g.num_layers} * g.num_experts * sizeof(std::int32_t));
   o.stamps = place(std::uint64_t{g.num_layers} * sizeof(LayerStamps));
   o.ring = place(Ring<CpuShare>::required_bytes(kRingCapacity));
@@ -133,6 +134,11 @@ std::shared_ptr<Mailbox> Mailbox::create(std::shared_ptr<SharedSegment> segment,
     (new (base + offset) Word)->value.store(first_seq, std::memory_order_seq_cst);
   }
   new (base + offsets.abort) std::atomic<std::uint32_t>(0);
+  // No piece may seem to be of a coming publish; numbers near the first one are not given again for a long time.
+  for (std::uint32_t i = 0; i < kBriefPieces; ++i) {
+    auto* piece = new (base + offsets.brief + i * sizeof(BriefPiece)) BriefPiece{};
+    piece->seq.store(first_seq, std::memory_order_relaxed);
+  }
   std::memset(base + offsets.slot_of, 0xff,
               std::size_t{geometry.num_layers} * geometry.num_experts * sizeof(std::int32_t));
   for (std::uint32_t layer = 0; layer < geometry.num_layers; ++layer) {
@@ -180,6 +186,31 @@ Mailbox::Mailbox(std::shared_ptr<SharedSegment> segment)
       max_entries_(max_entries_of(geometry_)),
       abort_(at<std::atomic<std::uint32_t>>(offsets_.abort)),
       ring_(base_ + offsets_.ring, kRingCapacity) {}
+
+void Mailbox::write_brief(std::uint32_t seq, std::uint32_t top_k) {
+  const PlanHeader& plan = plan_header();
+  auto* pieces = at<BriefPiece>(offsets_.brief);
+  const auto put = [seq](BriefPiece& piece, std::uint32_t packed, std::int32_t slot) {
+    piece.packed.store(packed, std::memory_order_relaxed);
+    piece.slot.store(slot, std::memory_order_relaxed);
+    piece.tiles.store(0, std::memory_order_relaxed);
+    piece.seq.store(seq, std::memory_order_release);
+  };
+  put(pieces[0], plan.num_hits | plan.num_fetches << 8 | plan.num_cpu << 16,
+      static_cast<std::int32_t>(plan.num_admitted | plan.num_evicted << 16));
+  const std::uint32_t count = plan.num_entries();
+  for (std::uint32_t i = 0; i < top_k; ++i) {
+    if (i >= count) {
+      put(pieces[1 + i], 0, -1);
+      continue;
+    }
+    const PlanEntry& entry = entries()[i];
+    const auto route = static_cast<std::uint32_t>(routes()[entry.first_route]);
+    put(pieces[1 + i],
+        static_cast<std::uint32_t>(entry.expert) | route << 16 | static_cast<std::uint32_t>(entry.kind) << 24,
+        entry.kind == EntryKind::kHit ? entry.source_slot : entry.destination_slot);
+  }
+}
 
 AbortReason Mailbox::overdue() {
   const std::uint32_t seq = req().load();

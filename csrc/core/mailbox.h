@@ -18,6 +18,7 @@
 //   plan_header  PlanHeader                ExpertCache  counts
 //   entries      PlanEntry [D]             ExpertCache  distinct experts: hits, then fetches, then CPU
 //   routes       i32 [T * K]               ExpertCache  route indices t * K + k, grouped by entry
+//   brief        BriefPiece [32]           ExpertCache  the plan of a publish of one token, see below
 //   slot_of      i32 [L, E]                ExpertCache  the slot in which a record can be read, or -1
 //   stamps       LayerStamps [L]           all three    when each stage of the layer's latest publish was passed
 //   ring         Ring<CpuShare>            ExpertCache  -> CpuExecutor
@@ -43,6 +44,10 @@
 //
 // Without route_rows no publish may be kDeterministic.
 //
+// A plan of one token is also written in pieces that carry its number, so that a device, for which every look at host
+// memory is a trip over the bus, polls and reads at once: piece 0 has the counts, piece 1 + i is entry i. Every publish
+// of one token with K < 32 has one, and it is complete before `plan` is raised.
+//
 // Stamps are measurements, never part of the protocol: a party that skips a stage (a client that waits for no CPU
 // share) leaves the stamp of an earlier publish, so a difference counts only when it is positive and the stages are in
 // order. By publishing again the client also says that its stamps of the publish before are written.
@@ -57,7 +62,8 @@
 namespace ft {
 
 inline constexpr char kMailboxMagic[8] = {'F', 'T', 'M', 'A', 'I', 'L', 'B', 'X'};
-inline constexpr std::uint32_t kMailboxVersion = 3;
+inline constexpr std::uint32_t kMailboxVersion = 4;
+inline constexpr std::uint32_t kBriefPieces = 32;
 inline constexpr std::uint32_t kRingCapacity = 16;
 
 struct MailboxGeometry {
@@ -74,7 +80,7 @@ struct MailboxGeometry {
 struct MailboxOffsets {
   std::uint64_t req = 0, plan = 0, part = 0, abort = 0;
   std::uint64_t request = 0, hidden = 0, ids = 0, weights = 0, admit = 0;
-  std::uint64_t plan_header = 0, entries = 0, routes = 0, slot_of = 0, stamps = 0, ring = 0, partial = 0;
+  std::uint64_t plan_header = 0, entries = 0, routes = 0, brief = 0, slot_of = 0, stamps = 0, ring = 0, partial = 0;
   std::uint64_t total_bytes = 0;
 };
 
@@ -127,6 +133,17 @@ struct PlanHeader {
 
   std::uint32_t num_entries() const { return num_hits + num_fetches + num_cpu; }
 };
+
+// 16 bytes in one line, the number written last: whoever reads a piece at once and finds its number has all of it.
+struct alignas(16) BriefPiece {
+  std::atomic<std::uint32_t> seq;
+  // Counts: hits | fetches << 8 | CPU entries << 16. Entry: expert | route << 16 | kind << 24.
+  std::atomic<std::uint32_t> packed;
+  // Counts: admitted | evicted << 16. Entry: the source slot of a hit, the destination slot of a fetch, or -1.
+  std::atomic<std::int32_t> slot;
+  std::atomic<std::uint32_t> tiles;  // first | number << 16; 0: all
+};
+static_assert(sizeof(BriefPiece) == 16);
 
 // The CPU share of one publish: entries [first_entry, first_entry + num_entries) of its plan.
 struct CpuShare {
@@ -219,6 +236,8 @@ class Mailbox {
   PlanHeader& plan_header() { return *at<PlanHeader>(offsets_.plan_header); }
   PlanEntry* entries() { return at<PlanEntry>(offsets_.entries); }
   std::int32_t* routes() { return at<std::int32_t>(offsets_.routes); }
+  // Of a publish of one token.
+  void write_brief(std::uint32_t seq, std::uint32_t top_k);
   std::int32_t* slot_of() { return at<std::int32_t>(offsets_.slot_of); }
   LayerStamps& stamps(std::uint32_t layer) { return at<LayerStamps>(offsets_.stamps)[layer]; }
   float* partial() { return at<float>(offsets_.partial); }

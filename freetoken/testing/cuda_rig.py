@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import time
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 import torch
@@ -55,14 +54,9 @@ class HostDriver:
 class HostPlane(DataPlane):
     """Waits on the host for what the kernels would find answered."""
 
-    def exchange(self, ordinal: int, *request: Any) -> None:
-        *publish, plan = request
-        self.publish(ordinal, *publish)
-        self.await_plan(ordinal, plan)
-
-    def await_plan(self, ordinal: int, plan: DevicePlan) -> None:
+    def await_plan(self, ordinal: int, plan: DevicePlan, one_token: bool = False) -> None:
         self._wait("plan")
-        super().await_plan(ordinal, plan)
+        super().await_plan(ordinal, plan, one_token)
         if int(plan.counts[3]) > 0:
             self._wait("part")
 

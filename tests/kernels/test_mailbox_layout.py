@@ -39,7 +39,7 @@ def serve(mailbox):
 
 def test_the_layout_is_complete_and_apart(mailbox):
     layout = mailbox.layout()
-    assert layout["version"] == 3
+    assert layout["version"] == 4
     assert [layout[n] for n in ("max_tokens", "top_k", "hidden", "num_layers", "num_experts")] == list(GEOMETRY[:5])
     assert layout["max_shared_tokens"] == SHARED and layout["max_entries"] == min(E, T * K)
     assert layout["total_bytes"] == _native.Mailbox.required_bytes(*GEOMETRY) == mailbox.segment.size_bytes
@@ -53,6 +53,7 @@ def test_the_layout_is_complete_and_apart(mailbox):
         "plan_header": layout["plan_header_bytes"],
         "entries": layout["max_entries"] * layout["entry_bytes"],
         "routes": T * K * 4,
+        "brief": 32 * 16,
         "slot_of": L * E * 4,
         "stamps": L * layout["stamps_bytes"],
         "partial": SHARED * K * H * 4,
@@ -86,8 +87,15 @@ def test_a_publish_is_written_and_its_plan_read_by_offsets_alone(mailbox, serve)
     assert all(entry["source_slot"] == -1 for entry in plan.entries)
     assert (raw.slot_of == -1).all()  # being filled: not readable yet
 
-    plan = raw.await_plan(raw.publish(2, ids[:1]))
+    seq = raw.publish(2, ids[:1])
+    plan = raw.await_plan(seq)
     assert plan.header["num_fetches"] == 2
+    start = raw.layout["brief_offset"]
+    brief = np.frombuffer(memoryview(mailbox.segment)[start : start + (1 + K) * 16], np.int32).reshape(-1, 4)
+    assert brief[:, 0].tolist() == [seq] * (1 + K) and brief[0, 1] == 2 << 8
+    assert [piece & 0xFFFF for piece in brief[1:3, 1]] == [entry["expert"] for entry in plan.entries]
+    assert [piece >> 24 for piece in brief[1:, 1]] == [raw.layout["kind_fetch"]] * 2 + [0] * (K - 2)
+    assert brief[1:3, 2].tolist() == [entry["destination_slot"] for entry in plan.entries]
     assert raw.slot_of[1].tolist() == [destinations.get(e, -1) if e != 2 else -1 for e in range(E)]
     plan = raw.await_plan(raw.publish(1, ids[:1]))
     assert plan.header["num_hits"] == 2

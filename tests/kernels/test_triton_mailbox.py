@@ -3,6 +3,8 @@
 In the interpreter nothing waits: words are set beforehand, and what is tested is what gets written and read.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -143,3 +145,35 @@ def test_an_abort_leaves_no_entries_and_a_status():
     await_part(box.addresses, seq, plan, 10**9, always=True)
     synchronize()
     assert plan.counts[STATUS] == 1
+
+
+def test_the_plan_of_one_token_is_read_in_pieces():
+    box = Box()
+    pieces = torch.zeros(32, 4, dtype=torch.int32, pin_memory=DEVICE == "cuda")
+    addresses = dataclasses.replace(box.addresses, brief=pieces.data_ptr())
+    pieces[0] = torch.tensor([9, 1 | 2 << 8 | 1 << 16, 1 | 1 << 16, 0])
+    for i, (expert, route, kind, slot) in enumerate([(5, 2, 0, 3), (2, 0, 1, 6), (0, 3, 1, -1), (7, 1, 2, -1)]):
+        pieces[1 + i] = torch.tensor([9, expert | route << 16 | kind << 24, slot, 0])
+    plan = DevicePlan.empty(4, 4, DEVICE)
+    plan.on_gpu.fill_(1)
+    store = torch.arange(8, dtype=torch.int64, device=DEVICE) * 4096 + (1 << 40)
+    seq = device([9], torch.int32)
+    await_plan(addresses, seq, store, 1 << 30, 8192, plan, 10**9, one_token=True)
+    synchronize()
+    assert plan.counts.tolist() == [3, 1, 2, 1, 3, 1 | 1 << 16, 0, 3]
+    assert plan.entries[:3].tolist() == [
+        [5, 0, 3, -1, 0, 1, 0, 0],
+        [2, 1, -1, 6, 1, 1, 0, 0],
+        [0, 1, -1, -1, 2, 1, 0, 0],
+    ]
+    base, stored = 1 << 30, 1 << 40
+    assert plan.addresses[:3].tolist() == [[base + 3 * 8192, 0], [stored + 2 * 4096, base + 6 * 8192], [stored, 0]]
+    assert plan.routes[:3].tolist() == [2, 0, 3]
+    assert plan.on_gpu.tolist() == [1, 0, 1, 1]
+
+    pieces[3, 0] = 8  # not all of it is there
+    box.view("abort", np.uint32)[0] = 5
+    await_plan(addresses, seq, store, 1 << 30, 8192, plan, 10**9, one_token=True)
+    synchronize()
+    assert plan.counts[:5].tolist() == [0, 0, 0, 0, 0] and plan.counts[STATUS] == 1
+    assert not plan.on_gpu.any()

@@ -54,6 +54,7 @@ def mailbox_addresses(layout: Mapping[str, int], base: int) -> MailboxAddresses:
         **{name: base + layout[f"{name}_offset"] for name in names},
         stamps=base + layout["stamps_offset"] + layout["stamps_client_field"],
         stamps_stride_bytes=layout["stamps_bytes"],
+        brief=base + layout["brief_offset"],
     )
 
 
@@ -163,34 +164,13 @@ class DataPlane:
             logits=logits, scoring=router.scoring, renormalize=router.renormalize, scaling=router.scaling,
         )  # fmt: skip
 
-    def await_plan(self, ordinal: int, plan: DevicePlan) -> None:
-        """Wait for the answer to the last publish and fill ``plan`` (of this layer)."""
+    def await_plan(self, ordinal: int, plan: DevicePlan, one_token: bool = False) -> None:
+        """Wait for the answer to the last publish (of one token) and fill ``plan`` (of this layer)."""
         assert self.box is not None
         mailbox_kernels.await_plan(
             self.box, self.seq, self.records.addresses[ordinal], self._arena.slots_address,
             self._arena.slot_stride_bytes, plan, self.limit_ns, stamps=self.box.layer_stamps(ordinal),
-        )  # fmt: skip
-
-    def exchange(
-        self,
-        ordinal: int,
-        step_id: Tensor,
-        num_real: Tensor,
-        hidden: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        admit: Tensor,
-        logits: Tensor | None,
-        plan: DevicePlan,
-    ) -> None:
-        """``publish`` and ``await_plan`` at once."""
-        assert self.box is not None
-        router = self.router
-        mailbox_kernels.exchange(
-            self.box, self.seq, step_id, num_real, hidden, ids, weights, admit, ordinal,
-            self.records.addresses[ordinal], self._arena.slots_address, self._arena.slot_stride_bytes, plan,
-            self.limit_ns, flags=self.flags, logits=logits, scoring=router.scoring, renormalize=router.renormalize,
-            scaling=router.scaling,
+            one_token=one_token,
         )  # fmt: skip
 
     def publish_routes(

@@ -215,8 +215,7 @@ class LayerProgram:
         assert x.ids is not None and x.weights is not None
         chooses = self.route(layer, x)
         self._mark("router")
-        plan = plane.layer_plan(x.plan, layer.ordinal)
-        plane.exchange(
+        plane.publish(
             layer.ordinal,
             inputs["step_id"],
             inputs["num_real"],
@@ -225,8 +224,9 @@ class LayerProgram:
             x.weights,
             inputs["admit"],
             x.router_logits if chooses else None,
-            plan,
         )
+        plan = plane.layer_plan(x.plan, layer.ordinal)
+        plane.await_plan(layer.ordinal, plan, one_token=x.tokens == 1)
         self._mark("plan")
         buffers = x.experts[plane.records.layouts[layer.ordinal]]
         apart = buffers.partials is not None

@@ -8,7 +8,7 @@ given by its device address.
   counter, so a captured graph counts on by itself.
 - ``await_plan`` polls ``plan`` until it equals the counter, then copies counts, entries and routes into device memory
   and resolves slots and store records into addresses.
-- ``exchange`` is both in one launch.
+  The plan of one token comes in pieces that carry its number themselves, so that polling and reading are one trip.
 - ``await_word`` only polls (for ``part``).
 
 A wait ends with status 0 (seen), 1 (the abort word is not 0) or 2 (the time limit passed; the abort word is then
@@ -34,9 +34,12 @@ from freetoken.kernels.triton.words import (
     ABORT_PLAN_LATE,
     stamp,
     store_release_system,
+    wait_pieces,
     wait_word,
 )
 
+# Pieces of a brief plan: one for the counts and one for each entry that there can be.
+BRIEF_PIECES = 32
 # The most tokens for which publishing can choose the experts too.
 MAX_CHOOSING_TOKENS = 32
 
@@ -61,14 +64,16 @@ class MailboxAddresses:
     stamps: int = 0
     """Where the client's stamps of layer 0 lie; 0: stages are not stamped."""
     stamps_stride_bytes: int = 0
+    brief: int = 0
+    """Where the plan of one token lies in pieces; 0: it is read like any other."""
 
     def layer_stamps(self, layer: int) -> int:
         """Address of the client's stamps of an expert layer (see ``STAMP_PUBLISHED``), or 0."""
         return self.stamps + layer * self.stamps_stride_bytes if self.stamps else 0
 
 
-@triton.jit
-def _publish(
+@triton.jit(do_not_specialize=["layer", "flags"])
+def _publish_kernel(
     seq_ptr, step_id_ptr, num_real_ptr, logits_ptr, bias_ptr, ids_ptr, weights_ptr, hidden_ptr, admit_ptr, req, request,
     hidden_out, ids_out, weights_out, admit_out, stamps, layer, flags, scaling,
     TOKENS: tl.constexpr, TOKENS_POW2: tl.constexpr, HIDDEN: tl.constexpr, HIDDEN_BLOCK: tl.constexpr,
@@ -133,24 +138,6 @@ def _publish(
     if stamps != 0:
         tl.store(pointer_to(stamps, tl.int64) + 4, seq.to(tl.int64))
     store_release_system(req, seq, INTERPRET)
-    return seq
-
-
-@triton.jit(do_not_specialize=["layer", "flags"])
-def _publish_kernel(
-    seq_ptr, step_id_ptr, num_real_ptr, logits_ptr, bias_ptr, ids_ptr, weights_ptr, hidden_ptr, admit_ptr, req, request,
-    hidden_out, ids_out, weights_out, admit_out, stamps, layer, flags, scaling,
-    TOKENS: tl.constexpr, TOKENS_POW2: tl.constexpr, HIDDEN: tl.constexpr, HIDDEN_BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr, TOP_K_POW2: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr,
-    CHOOSE: tl.constexpr, SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):  # fmt: skip
-    _publish(
-        seq_ptr, step_id_ptr, num_real_ptr, logits_ptr, bias_ptr, ids_ptr, weights_ptr, hidden_ptr, admit_ptr, req,
-        request, hidden_out, ids_out, weights_out, admit_out, stamps, layer, flags, scaling, TOKENS, TOKENS_POW2,
-        HIDDEN, HIDDEN_BLOCK, TOP_K, TOP_K_POW2, NUM_EXPERTS, EXPERTS_POW2, CHOOSE, SCORING, RENORMALIZE,
-        HAS_BIAS, INTERPRET,
-    )  # fmt: skip
 
 
 def publish(
@@ -178,70 +165,33 @@ def publish(
     With ``logits`` float32 [T, E] the experts are chosen here as by ``router.top_k`` and ids and weights are written
     too.
     """
-    request = _Request(hidden, ids, logits, bias, scoring, renormalize)
+    tokens, hidden_size = hidden.shape
+    k = ids.shape[1]
+    num_experts = logits.shape[1] if logits is not None else 1
+    if logits is not None and tokens > MAX_CHOOSING_TOKENS:
+        raise ValueError(
+            f"publish chooses experts for at most {MAX_CHOOSING_TOKENS} tokens, not {tokens}: use top_k before"
+        )
     _publish_kernel[(1,)](
-        seq, step_id, num_real, *request.sources(), ids, weights, hidden, admit, box.req, box.request, box.hidden,
-        box.ids, box.weights, box.admit, box.layer_stamps(layer), layer, flags, scaling, **request.constants(),
-        INTERPRET=INTERPRETED, num_warps=request.warps,
+        seq, step_id, num_real, hidden if logits is None else logits, hidden if bias is None else bias, ids, weights,
+        hidden, admit, box.req, box.request, box.hidden, box.ids, box.weights, box.admit,
+        box.layer_stamps(layer), layer, flags, scaling,
+        TOKENS=tokens, TOKENS_POW2=next_power_of_2(tokens), HIDDEN=hidden_size,
+        HIDDEN_BLOCK=min(4096, next_power_of_2(tokens * hidden_size)), TOP_K=k, TOP_K_POW2=next_power_of_2(k),
+        NUM_EXPERTS=num_experts, EXPERTS_POW2=next_power_of_2(num_experts), CHOOSE=logits is not None,
+        SCORING=SCORINGS[scoring], RENORMALIZE=renormalize, HAS_BIAS=bias is not None, INTERPRET=INTERPRETED,
+        num_warps=4 if tokens <= 4 else 8,
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What is published, as the kernels take it. Raises ``ValueError`` for too many tokens to choose experts for."""
-
-    hidden: Tensor
-    ids: Tensor
-    logits: Tensor | None
-    bias: Tensor | None
-    scoring: str
-    renormalize: bool
-
-    def __post_init__(self) -> None:
-        tokens = len(self.hidden)
-        if self.logits is not None and tokens > MAX_CHOOSING_TOKENS:
-            raise ValueError(
-                f"publish chooses experts for at most {MAX_CHOOSING_TOKENS} tokens, not {tokens}: use top_k before"
-            )
-
-    @property
-    def warps(self) -> int:
-        return 4 if len(self.hidden) <= 4 else 8
-
-    def sources(self) -> tuple[Tensor, Tensor]:
-        """Logits and bias, or anything where there are none."""
-        return (
-            self.hidden if self.logits is None else self.logits,
-            self.hidden if self.bias is None else self.bias,
-        )
-
-    def constants(self) -> dict[str, int | bool]:
-        tokens, hidden = self.hidden.shape
-        top_k = self.ids.shape[1]
-        num_experts = self.logits.shape[1] if self.logits is not None else 1
-        return {
-            "TOKENS": tokens,
-            "TOKENS_POW2": next_power_of_2(tokens),
-            "HIDDEN": hidden,
-            "HIDDEN_BLOCK": min(4096, next_power_of_2(tokens * hidden)),
-            "TOP_K": top_k,
-            "TOP_K_POW2": next_power_of_2(top_k),
-            "NUM_EXPERTS": num_experts,
-            "EXPERTS_POW2": next_power_of_2(num_experts),
-            "CHOOSE": self.logits is not None,
-            "SCORING": SCORINGS[self.scoring],
-            "RENORMALIZE": self.renormalize,
-            "HAS_BIAS": self.bias is not None,
-        }
-
-
 @triton.jit
-def _await_plan(
-    seq, store_ptr, counts_ptr, entries_ptr, addresses_ptr, routes_ptr, on_gpu_ptr, plan, abort, header, entries,
+def _await_plan_kernel(
+    seq_ptr, store_ptr, counts_ptr, entries_ptr, addresses_ptr, routes_ptr, on_gpu_ptr, plan, abort, header, entries,
     routes, stamps, slots, slot_stride, limit_ns, late_reason,
     ENTRIES_POW2: tl.constexpr, MAX_ENTRIES: tl.constexpr, ROUTES_POW2: tl.constexpr, MAX_ROUTES: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
+    seq = tl.load(seq_ptr)
     route = tl.arange(0, ROUTES_POW2)
     tl.store(on_gpu_ptr + route, tl.zeros([ROUTES_POW2], tl.int32), mask=route < MAX_ROUTES)
     status = wait_word(plan, abort, seq, limit_ns, INTERPRET)
@@ -293,42 +243,59 @@ def _await_plan(
 
 
 @triton.jit
-def _await_plan_kernel(
-    seq_ptr, store_ptr, counts_ptr, entries_ptr, addresses_ptr, routes_ptr, on_gpu_ptr, plan, abort, header, entries,
-    routes, stamps, slots, slot_stride, limit_ns, late_reason,
-    ENTRIES_POW2: tl.constexpr, MAX_ENTRIES: tl.constexpr, ROUTES_POW2: tl.constexpr, MAX_ROUTES: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr, INTERPRET: tl.constexpr,
+def _await_brief_kernel(
+    seq_ptr, store_ptr, counts_ptr, entries_ptr, addresses_ptr, routes_ptr, on_gpu_ptr, brief, abort, stamps, slots,
+    slot_stride, limit_ns, late_reason,
+    PIECES: tl.constexpr, MAX_ENTRIES: tl.constexpr, NUM_EXPERTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    _await_plan(
-        tl.load(seq_ptr), store_ptr, counts_ptr, entries_ptr, addresses_ptr, routes_ptr, on_gpu_ptr, plan, abort,
-        header, entries, routes, stamps, slots, slot_stride, limit_ns, late_reason, ENTRIES_POW2, MAX_ENTRIES,
-        ROUTES_POW2, MAX_ROUTES, NUM_EXPERTS, INTERPRET,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["layer", "flags"])
-def _exchange_kernel(
-    seq_ptr, step_id_ptr, num_real_ptr, logits_ptr, bias_ptr, ids_ptr, weights_ptr, hidden_ptr, admit_ptr, store_ptr,
-    counts_ptr, entries_ptr, addresses_ptr, routes_ptr, on_gpu_ptr, req, request, hidden_out, ids_out, weights_out,
-    admit_out, plan, abort, header, entries, routes, stamps, layer, flags, scaling, slots, slot_stride, limit_ns,
-    late_reason,
-    TOKENS: tl.constexpr, TOKENS_POW2: tl.constexpr, HIDDEN: tl.constexpr, HIDDEN_BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr, TOP_K_POW2: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr,
-    CHOOSE: tl.constexpr, SCORING: tl.constexpr, RENORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ENTRIES_POW2: tl.constexpr, MAX_ENTRIES: tl.constexpr, ROUTES_POW2: tl.constexpr, MAX_ROUTES: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):  # fmt: skip
-    seq = _publish(
-        seq_ptr, step_id_ptr, num_real_ptr, logits_ptr, bias_ptr, ids_ptr, weights_ptr, hidden_ptr, admit_ptr, req,
-        request, hidden_out, ids_out, weights_out, admit_out, stamps, layer, flags, scaling, TOKENS, TOKENS_POW2,
-        HIDDEN, HIDDEN_BLOCK, TOP_K, TOP_K_POW2, NUM_EXPERTS, EXPERTS_POW2, CHOOSE, SCORING, RENORMALIZE,
-        HAS_BIAS, INTERPRET,
-    )  # fmt: skip
-    _await_plan(
-        seq, store_ptr, counts_ptr, entries_ptr, addresses_ptr, routes_ptr, on_gpu_ptr, plan, abort, header, entries,
-        routes, stamps, slots, slot_stride, limit_ns, late_reason, ENTRIES_POW2, MAX_ENTRIES, ROUTES_POW2, MAX_ROUTES,
-        NUM_EXPERTS, INTERPRET,
-    )  # fmt: skip
+    seq = tl.load(seq_ptr)
+    piece = tl.arange(0, PIECES)
+    entry = piece - 1
+    inside = (entry >= 0) & (entry < MAX_ENTRIES)
+    tl.store(on_gpu_ptr + entry, tl.zeros([PIECES], tl.int32), mask=inside)
+    state, packed, slot, tiles = wait_pieces(brief, abort, seq, limit_ns, MAX_ENTRIES + 1, PIECES, INTERPRET)
+    stamp(stamps, 1, INTERPRET)
+    status = tl.max(state, axis=0)
+    if status == 2:
+        store_release_system(abort, late_reason, INTERPRET)
+    packed = tl.where(status == 0, packed, 0)
+    kinds = tl.sum(tl.where(piece == 0, packed, 0), axis=0)
+    changes = tl.sum(tl.where((piece == 0) & (status == 0), slot, 0), axis=0)
+    num_hits = kinds & 255
+    num_fetches = (kinds >> 8) & 255
+    num_cpu = (kinds >> 16) & 255
+    num_gpu = tl.minimum(num_hits + num_fetches, MAX_ENTRIES)
+    live = inside & (entry < num_gpu)
+    kind = (packed >> 24) & 255
+    route = (packed >> 16) & 255
+    expert = packed & 0xFFFF
+    source_slot = tl.where(kind == 0, slot, -1)
+    destination_slot = tl.where(kind == 0, -1, slot)
+    stored = tl.load(store_ptr + expert, mask=live & (source_slot < 0) & (expert < NUM_EXPERTS), other=0)
+    source = tl.where(source_slot < 0, stored, slots + source_slot.to(tl.int64) * slot_stride)
+    destination = tl.where(destination_slot < 0, 0, slots + destination_slot.to(tl.int64) * slot_stride)
+    cell = entries_ptr + entry * 8
+    tl.store(cell, expert, mask=inside)
+    tl.store(cell + 1, kind, mask=inside)
+    tl.store(cell + 2, source_slot, mask=inside)
+    tl.store(cell + 3, destination_slot, mask=inside)
+    tl.store(cell + 4, entry, mask=inside)
+    tl.store(cell + 5, tl.where(inside, 1, 0), mask=inside)
+    tl.store(cell + 6, tiles & 0xFFFF, mask=inside)
+    tl.store(cell + 7, (tiles >> 16) & 0xFFFF, mask=inside)
+    tl.store(addresses_ptr + entry * 2, source, mask=live)
+    tl.store(addresses_ptr + entry * 2 + 1, destination, mask=live)
+    tl.store(routes_ptr + entry, route, mask=inside)
+    tl.store(counts_ptr, num_gpu)
+    tl.store(counts_ptr + 1, num_hits)
+    tl.store(counts_ptr + 2, num_fetches)
+    tl.store(counts_ptr + 3, num_cpu)
+    tl.store(counts_ptr + 4, num_gpu)
+    tl.store(counts_ptr + 5, changes)
+    tl.store(counts_ptr + 6, status, mask=status != 0)
+    tl.store(counts_ptr + 7, num_gpu)  # one row block per entry
+    tl.debug_barrier()
+    tl.store(on_gpu_ptr + route, live.to(tl.int32), mask=live & (route < MAX_ENTRIES))
 
 
 def await_plan(
@@ -341,63 +308,27 @@ def await_plan(
     limit_ns: int,
     *,
     stamps: int = 0,
+    one_token: bool = False,
 ) -> None:
-    """Wait for the plan of the last publish and fill ``plan``.
+    """Wait for the plan of the last publish and fill ``plan``; ``one_token``: the publish was of one.
 
     ``store`` int64 [E]: device addresses of this layer's records in host memory (0 where it cannot be read: such an
     expert must never be planned as a fetch). A slot s lies at ``slots_address + s * slot_stride_bytes``. ``stamps``: as
     ``MailboxAddresses.layer_stamps`` gives it.
     """
+    if one_token and box.brief and plan.max_routes < BRIEF_PIECES:
+        _await_brief_kernel[(1,)](
+            seq, store, plan.counts, plan.entries, plan.addresses, plan.routes, plan.on_gpu, box.brief, box.abort,
+            stamps, slots_address, slot_stride_bytes, limit_ns, ABORT_PLAN_LATE, PIECES=BRIEF_PIECES,
+            MAX_ENTRIES=plan.max_routes, NUM_EXPERTS=store.shape[0], INTERPRET=INTERPRETED, num_warps=1,
+        )  # fmt: skip
+        return
     warps = 1 if plan.max_routes <= 512 else 8
     _await_plan_kernel[(1,)](
         seq, store, plan.counts, plan.entries, plan.addresses, plan.routes, plan.on_gpu, box.plan, box.abort,
         box.plan_header, box.entries, box.routes, stamps, slots_address, slot_stride_bytes, limit_ns, ABORT_PLAN_LATE,
-        **_plan_constants(plan), NUM_EXPERTS=store.shape[0], INTERPRET=INTERPRETED, num_warps=warps,
-    )  # fmt: skip
-
-
-def _plan_constants(plan: DevicePlan) -> dict[str, int]:
-    return {
-        "ENTRIES_POW2": next_power_of_2(plan.max_entries),
-        "MAX_ENTRIES": plan.max_entries,
-        "ROUTES_POW2": next_power_of_2(plan.max_routes),
-        "MAX_ROUTES": plan.max_routes,
-    }
-
-
-def exchange(
-    box: MailboxAddresses,
-    seq: Tensor,
-    step_id: Tensor,
-    num_real: Tensor,
-    hidden: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    admit: Tensor,
-    layer: int,
-    store: Tensor,
-    slots_address: int,
-    slot_stride_bytes: int,
-    plan: DevicePlan,
-    limit_ns: int,
-    *,
-    flags: int = 0,
-    logits: Tensor | None = None,
-    scoring: str = "softmax",
-    renormalize: bool = True,
-    scaling: float = 1.0,
-    bias: Tensor | None = None,
-) -> None:
-    """``publish`` and ``await_plan`` in one launch, for a layer that has nothing to do in between. Not for the
-    interpreter, where nobody can answer meanwhile. With ``logits``, ``store`` has a row for each of them."""
-    request = _Request(hidden, ids, logits, bias, scoring, renormalize)
-    constants = request.constants() | {"NUM_EXPERTS": store.shape[0], "EXPERTS_POW2": next_power_of_2(store.shape[0])}
-    warps = 8 if plan.max_routes > 512 else request.warps
-    _exchange_kernel[(1,)](
-        seq, step_id, num_real, *request.sources(), ids, weights, hidden, admit, store, plan.counts, plan.entries,
-        plan.addresses, plan.routes, plan.on_gpu, box.req, box.request, box.hidden, box.ids, box.weights, box.admit,
-        box.plan, box.abort, box.plan_header, box.entries, box.routes, box.layer_stamps(layer), layer, flags, scaling,
-        slots_address, slot_stride_bytes, limit_ns, ABORT_PLAN_LATE, **constants, **_plan_constants(plan),
+        ENTRIES_POW2=next_power_of_2(plan.max_entries), MAX_ENTRIES=plan.max_entries,
+        ROUTES_POW2=next_power_of_2(plan.max_routes), MAX_ROUTES=plan.max_routes, NUM_EXPERTS=store.shape[0],
         INTERPRET=INTERPRETED, num_warps=warps,
     )  # fmt: skip
 

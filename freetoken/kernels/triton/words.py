@@ -159,3 +159,62 @@ def await_gate(gate_ptr, value, INTERPRET: tl.constexpr):
             pack=1,
         )
         tl.debug_barrier()
+
+
+@triton.jit
+def wait_pieces(pieces, abort, expected, limit_ns, COUNT: tl.constexpr, PIECES: tl.constexpr, INTERPRET: tl.constexpr):
+    """Poll the first COUNT of PIECES pieces of 16 bytes until each carries the number ``expected`` in its first word.
+
+    Returns four int32 [PIECES]: a status as of ``wait_word``, and the other words. The host writes a piece's first word
+    last, and a piece is read at once. For programs of one warp, PIECES = 32.
+    """
+    piece = tl.arange(0, PIECES)
+    address = pieces.to(tl.int64) + piece.to(tl.int64) * 16
+    wanted = (piece < COUNT).to(tl.int32)
+    if INTERPRET:
+        word = pointer_to(pieces, tl.int32) + piece * 4
+        state = ((wanted != 0) & (tl.load(word) != expected)).to(tl.int32)
+        return state, tl.load(word + 1), tl.load(word + 2), tl.load(word + 3)
+    else:
+        state, first, second, third = tl.inline_asm_elementwise(
+            """{
+            .reg .pred none, done, stop, late;
+            .reg .u32 value, reason;
+            .reg .u64 start, now;
+            mov.u32 $0, 0;
+            mov.u32 $1, 0;
+            mov.u32 $2, 0;
+            mov.u32 $3, 0;
+            setp.eq.u32 none, $8, 0;
+            @none bra OVER;
+            mov.u64 start, %globaltimer;
+            POLL:
+            ld.relaxed.sys.global.u32 reason, [$5];
+            ld.volatile.global.v4.u32 {value, $1, $2, $3}, [$4];
+            setp.eq.u32 done, value, $6;
+            @done bra OVER;
+            setp.ne.u32 stop, reason, 0;
+            @stop bra STOPPED;
+            mov.u64 now, %globaltimer;
+            sub.u64 now, now, start;
+            setp.lt.u64 late, now, $7;
+            @late bra POLL;
+            mov.u32 $0, 2;
+            bra OVER;
+            STOPPED:
+            mov.u32 $0, 1;
+            OVER:
+            }""",
+            "=&r,=&r,=&r,=&r,l,l,r,l,r",
+            [
+                address,
+                abort.to(tl.int64) + 0 * address,
+                expected + 0 * wanted,
+                limit_ns.to(tl.int64) + 0 * address,
+                wanted,
+            ],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+        return state, first, second, third
