@@ -16,9 +16,9 @@ from freetoken.serving.parsers.events import (
 class Sink:
     """Collects the events of one choice.
 
-    White space: in reasoning, none at either end. In the answer, none at the beginning if reasoning or a call came
-    before; none between calls and none before the first, but for a text that goes on after the calls what stood before
-    them without a line break (a line break is markup in all formats). All other white space is the model's own.
+    Reasoning has no white space at either end. The answer has none at its beginning if reasoning or a call came before.
+    There is none between calls, and none before the first of them, unless the answer goes on after the calls and what
+    stood before them has no line break (line breaks are markup in all formats). All other white space is the model's.
     """
 
     def __init__(self, tools: ToolTable) -> None:
