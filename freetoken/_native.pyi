@@ -19,7 +19,8 @@ Weights = NDArray[Any]  # float32, or uint16 holding BF16
 
 @final
 class SharedSegment:
-    """A memfd mapped read-write and shared. Unmapped when the last user (Python or native) lets go of it."""
+    """A memfd mapped read-write and shared, or a range of addresses to map parts of others into. Unmapped when the last
+    user (Python or native) lets go of it."""
 
     @staticmethod
     def create(name: str, size_bytes: int) -> SharedSegment: ...
@@ -27,8 +28,21 @@ class SharedSegment:
     def attach(fd: int, size_bytes: int, name: str = "") -> SharedSegment:
         """Maps a duplicate of ``fd``; the caller keeps its own. ``OSError`` when the file is smaller."""
 
+    @staticmethod
+    def reserve(name: str, size_bytes: int) -> SharedSegment:
+        """Addresses without memory; what is not mapped must not be touched, also not through the buffer."""
+
+    def map(self, offset: int, size_bytes: int, source: SharedSegment, source_offset: int) -> None:
+        """Put pages of ``source`` (which may be mapped elsewhere too) there, in a reserved range. Whole pages.
+        ``OSError`` or ``MemoryError`` leaves what was there before."""
+
+    def unmap(self, offset: int, size_bytes: int) -> None:
+        """Nothing is there any more; the pages stay with their segment."""
+
     @property
-    def fd(self) -> int: ...
+    def fd(self) -> int:
+        """-1 for a reserved range."""
+
     @property
     def name(self) -> str: ...
     @property
@@ -312,6 +326,20 @@ class Mailbox:
         """``ExpertCache`` or ``CpuExecutor``, if its answer to the latest publish has not come; else empty."""
 
 @final
+class SlotResize:
+    """What a change of a slot table's capacity takes."""
+
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def moves(self) -> list[tuple[int, int]]:
+        """(from, to): records to be copied before the change."""
+
+    @property
+    def evicted(self) -> list[int]:
+        """Slots whose records go."""
+
+@final
 class SlotTable:
     """Which record lies in which slot, and which one goes next. Not thread-safe; owned by one CacheServer."""
 
@@ -343,6 +371,16 @@ class SlotTable:
 
     def resident(self) -> list[tuple[int, int, int]]:
         """(slot, layer, expert) of every resident record."""
+
+    def plan_resize(self, num_slots: int) -> SlotResize:
+        """Between publishes whose fills are complete. Changes nothing."""
+
+    def resize(self, plan: SlotResize) -> None:
+        """``RuntimeError`` when there was a publish since ``plan_resize``."""
+
+    def score_curve(self, capacities: Sequence[int]) -> list[float]:
+        """Estimated hit rate at each capacity (ascending): the best records' share of the sum of scores. Zeros with
+        LRU."""
 
     def invalidate_all(self) -> None: ...
     def check_integrity(self) -> None:
@@ -463,6 +501,15 @@ class CacheServer:
     def split_status(self) -> dict[str, Any] | None:
         """Of decode steps (up to 16 tokens) under ``set_auto_split``, else None; keys as ``SplitPlanner.status``."""
 
+    def plan_resize(self, num_slots: int) -> SlotResize:
+        """Of the table it owns; between steps."""
+
+    def resize(self, plan: SlotResize) -> None:
+        """Of the table it owns; between steps, after the records were moved."""
+
+    def score_curve(self, capacities: Sequence[int]) -> list[float]:
+        """Of the table it owns; any time."""
+
     def counters(self) -> dict[str, int]:
         """hits, fetches, cpu, admitted, evicted, fetched_bytes, cpu_bytes, publishes, plan_ns (cumulative), resident,
         in_flight. Of publishes whose stamps were found in order, sums of nanoseconds: own_ns (the client's hits and
@@ -510,6 +557,9 @@ class DeviceClient:
         """``slots`` is the arena (None when records are read in place); slot s lies at ``s * slot_stride_bytes``."""
 
     def begin_step(self, step_id: int) -> None: ...
+    def set_num_slots(self, num_slots: int) -> None:
+        """Slots that plans may name from now on; between steps."""
+
     def forward(self, layer: int, hidden: F32, ids: I32, weights: F32, admit: NDArray[np.uint8], out: F32) -> None:
         """out[T,H] = the routed experts' weighted sum. ``admit[t]`` = 0 keeps token t from filling slots.
 

@@ -274,6 +274,15 @@ void bind_mailbox_class(py::module_& m) {
 }
 
 void bind_slot_table(py::module_& m) {
+  py::class_<SlotResize>(m, "SlotResize", py::is_final())
+      .def_readonly("num_slots", &SlotResize::num_slots)
+      .def_property_readonly("moves",
+                             [](const SlotResize& plan) {
+                               std::vector<std::pair<int, int>> result;
+                               for (const SlotMove& move : plan.moves) result.emplace_back(move.from, move.to);
+                               return result;
+                             })
+      .def_readonly("evicted", &SlotResize::evicted);
   py::class_<SlotTable, std::shared_ptr<SlotTable>>(m, "SlotTable", py::is_final())
       .def(py::init(
                [](int num_layers, int num_experts, int num_slots, const std::string& policy, double half_life_tokens) {
@@ -301,6 +310,17 @@ void bind_slot_table(py::module_& m) {
                  [&](int slot, int layer, int expert) { result.emplace_back(slot, layer, expert); });
              return result;
            })
+      .def(
+          "plan_resize", [](SlotTable& table, int num_slots) { return unowned(table).plan_resize(num_slots); },
+          py::arg("num_slots"))
+      .def(
+          "resize", [](SlotTable& table, const SlotResize& plan) { unowned(table).resize(plan); }, py::arg("plan"))
+      .def(
+          "score_curve",
+          [](SlotTable& table, const std::vector<std::int64_t>& capacities) {
+            return score_curve(unowned(table).scores(), capacities);
+          },
+          py::arg("capacities"))
       .def("invalidate_all", [](SlotTable& table) { unowned(table).invalidate_all(); })
       .def("check_integrity", [](SlotTable& table) {
         unowned(table);
@@ -436,6 +456,14 @@ void bind_servers(py::module_& m) {
              const std::optional<SplitPlanner::Status> status = server.split_status();
              return status ? py::object(describe_split(*status)) : py::none();
            })
+      .def("plan_resize", &CacheServer::plan_resize, py::arg("num_slots"), py::call_guard<py::gil_scoped_release>())
+      .def("resize", &CacheServer::resize, py::arg("plan"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "score_curve",
+          [](CacheServer& server, const std::vector<std::int64_t>& capacities) {
+            return score_curve(server.scores(), capacities);
+          },
+          py::arg("capacities"), py::call_guard<py::gil_scoped_release>())
       .def("counters",
            [](const CacheServer& server) {
              const CacheCounters c = server.counters();
@@ -494,6 +522,8 @@ void bind_device_client(py::module_& m) {
            py::arg("mailbox").none(false), py::arg("store").none(false), py::arg("slots").none(true),
            py::arg("slot_stride_bytes"), py::arg("pool").none(false), py::arg("spin_us"), py::arg("wait_timeout_s"),
            py::arg("deterministic"))
+      .def(
+          "set_num_slots", &DeviceClient::set_num_slots, py::arg("num_slots"))
       .def(
           "begin_step",
           [](DeviceClient& client, std::int64_t step_id) { client.begin_step(static_cast<std::uint64_t>(step_id)); },

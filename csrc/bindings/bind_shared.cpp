@@ -38,6 +38,11 @@ void bind_shared(py::module_& m) {
   py::class_<SharedSegment, std::shared_ptr<SharedSegment>>(m, "SharedSegment", py::buffer_protocol(), py::is_final())
       .def_static("create", &SharedSegment::create, py::arg("name"), py::arg("size_bytes"))
       .def_static("attach", &SharedSegment::attach, py::arg("fd"), py::arg("size_bytes"), py::arg("name") = "")
+      .def_static("reserve", &SharedSegment::reserve, py::arg("name"), py::arg("size_bytes"))
+      .def("map", &SharedSegment::map, py::arg("offset"), py::arg("size_bytes"), py::arg("source"),
+           py::arg("source_offset"), py::call_guard<py::gil_scoped_release>())
+      .def("unmap", &SharedSegment::unmap, py::arg("offset"), py::arg("size_bytes"),
+           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("fd", &SharedSegment::fd)
       .def_property_readonly("name", &SharedSegment::name)
       .def_property_readonly("size_bytes", &SharedSegment::size_bytes)

@@ -126,6 +126,24 @@ void CacheServer::show_split() {
   if (lock.owns_lock() && next_splits_ == nullptr) shown_split_ = splits_->decode.status();
 }
 
+SlotResize CacheServer::plan_resize(int num_slots) {
+  std::lock_guard lock(table_);
+  return slots_->plan_resize(num_slots);
+}
+
+void CacheServer::resize(const SlotResize& plan) {
+  std::lock_guard lock(table_);
+  slots_->resize(plan);
+  evicted_.add(static_cast<std::int64_t>(plan.evicted.size()));
+  resident_.set(slots_->num_resident());
+  in_flight_.set(slots_->num_in_flight());
+}
+
+std::vector<double> CacheServer::scores() {
+  std::lock_guard lock(table_);
+  return slots_->scores();
+}
+
 void CacheServer::serve() {
   pthread_setname_np(pthread_self(), "ft-cache");
   std::uint32_t answered = mailbox_->plan().load();
@@ -149,6 +167,7 @@ void CacheServer::serve() {
 // False after a fault; the mailbox is aborted then.
 bool CacheServer::answer(std::uint32_t seq) {
   const std::int64_t seen_ns = monotonic_ns();
+  std::lock_guard lock(table_);  // taken by others only between steps and for a figure now and then
   const RequestHeader request = mailbox_->request();
   PlanHeader& header = mailbox_->plan_header();
   const PublishView publish{

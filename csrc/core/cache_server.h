@@ -71,6 +71,10 @@ class CacheServer {
   // Of the split of decode steps by live rates, as of a recent publish; nothing while the share is fixed. Any thread,
   // any time.
   std::optional<SplitPlanner::Status> split_status() const;
+  // SlotTable's, while a server owns it; any thread, while no step runs. Between steps nothing is published.
+  SlotResize plan_resize(int num_slots);
+  void resize(const SlotResize& plan);
+  std::vector<double> scores();  // any time
   // Any thread, any time. Cumulative but for resident and in_flight.
   CacheCounters counters() const;
   // [num_layers, 3]: hits, fetches, cpu.
@@ -104,6 +108,7 @@ class CacheServer {
 
   std::shared_ptr<Mailbox> mailbox_;
   std::shared_ptr<SlotTable> slots_;
+  std::mutex table_;  // over slots_, while the thread runs
   std::atomic<double> fetch_fraction_;
   const bool in_place_;
   const std::vector<std::int64_t> record_bytes_;

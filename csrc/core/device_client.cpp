@@ -92,6 +92,15 @@ void DeviceClient::begin_step(std::uint64_t step_id) {
   counters_ = StepCounters{};
 }
 
+void DeviceClient::set_num_slots(std::int64_t num_slots) {
+  const std::int64_t most = slots_ ? static_cast<std::int64_t>(slots_->size_bytes()) / slot_stride_bytes_ : 0;
+  if (num_slots < 0 || num_slots > most) {
+    throw std::invalid_argument("device client: num_slots " + std::to_string(num_slots) + " is not in 0.." +
+                                std::to_string(most));
+  }
+  num_slots_ = num_slots;
+}
+
 void DeviceClient::forward(int layer, int num_tokens, int top_k, const float* hidden, const std::int32_t* ids,
                            const float* weights, const std::uint8_t* admit, float* out) {
   const Call call{layer, num_tokens, top_k, hidden, ids, weights, admit, out};

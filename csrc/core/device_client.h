@@ -46,6 +46,9 @@ class DeviceClient {
 
   void begin_step(std::uint64_t step_id);
 
+  // Slots that plans may name from now on; between steps. Throws std::invalid_argument beyond the segment.
+  void set_num_slots(std::int64_t num_slots);
+
   // out[T, H] = sum over k of weights[t, k] * FFN(ids[t, k])(hidden[t]); hidden [T, H], ids and weights [T, K], admit
   // [T]. Throws std::invalid_argument (nothing was published), AnswerLate or MailboxAborted; after the last two the
   // mailbox is dead and `out` undefined.
@@ -68,7 +71,7 @@ class DeviceClient {
   std::shared_ptr<ExpertStore> store_;
   std::shared_ptr<SharedSegment> slots_;
   const std::int64_t slot_stride_bytes_;
-  const std::int64_t num_slots_;
+  std::int64_t num_slots_;
   std::shared_ptr<WorkerPool> pool_;
   const int spin_us_;
   const std::int64_t timeout_ns_;

@@ -80,12 +80,54 @@ std::shared_ptr<SharedSegment> SharedSegment::attach(int fd, std::size_t size_by
   return std::shared_ptr<SharedSegment>(new SharedSegment(own, data, size_bytes, name));
 }
 
+std::shared_ptr<SharedSegment> SharedSegment::reserve(const std::string& name, std::size_t size_bytes) {
+  if (size_bytes == 0) throw std::invalid_argument("size_bytes must be at least 1, got 0");
+  void* address =
+      mmap(nullptr, size_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (address == MAP_FAILED) {
+    throw_errno(errno, "address range " + name + " of " + std::to_string(size_bytes) + " bytes");
+  }
+  return std::shared_ptr<SharedSegment>(new SharedSegment(-1, static_cast<std::byte*>(address), size_bytes, name));
+}
+
 SharedSegment::~SharedSegment() {
   munmap(data_, size_bytes_);
-  ::close(fd_);
+  if (fd_ >= 0) ::close(fd_);
+}
+
+void SharedSegment::check_range(const char* what, std::size_t offset, std::size_t size_bytes) const {
+  const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  if (size_bytes == 0 || size_bytes > size_bytes_ || offset > size_bytes_ - size_bytes || offset % page != 0 ||
+      size_bytes % page != 0) {
+    throw std::invalid_argument(std::string(what) + ": bytes " + std::to_string(offset) + " to " +
+                                std::to_string(offset + size_bytes) + " of " + name_ + " (" +
+                                std::to_string(size_bytes_) + ") are not whole pages of it");
+  }
+}
+
+void SharedSegment::map(std::size_t offset, std::size_t size_bytes, const SharedSegment& source,
+                        std::size_t source_offset) {
+  if (fd_ >= 0) throw std::invalid_argument("segment " + name_ + " has memory of its own");
+  if (source.fd_ < 0) throw std::invalid_argument("segment " + source.name_ + " has no memory of its own");
+  check_range("map", offset, size_bytes);
+  source.check_range("map", source_offset, size_bytes);
+  // The pages exist: populating only enters them into the page table, so that no step pays for it later.
+  void* address = mmap(data_ + offset, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_POPULATE,
+                       source.fd_, static_cast<off_t>(source_offset));
+  if (address == MAP_FAILED) throw_errno(errno, "mapping " + std::to_string(size_bytes) + " bytes into " + name_);
+  madvise(address, size_bytes, MADV_HUGEPAGE);
+}
+
+void SharedSegment::unmap(std::size_t offset, std::size_t size_bytes) {
+  if (fd_ >= 0) throw std::invalid_argument("segment " + name_ + " has memory of its own");
+  check_range("unmap", offset, size_bytes);
+  void* address = mmap(data_ + offset, size_bytes, PROT_NONE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  if (address == MAP_FAILED) throw_errno(errno, "unmapping " + std::to_string(size_bytes) + " bytes of " + name_);
 }
 
 void SharedSegment::populate() {
+  if (fd_ < 0) throw std::invalid_argument("segment " + name_ + " has no memory of its own");
   // A memfd is not counted against the commit limit, so fallocate would go on until the kernel kills somebody.
   struct stat status = {};
   if (fstat(fd_, &status) != 0) throw_errno(errno, "segment " + name_);

@@ -22,6 +22,22 @@ struct ExpertUse {
   std::int32_t destination = -1;  // out: the slot that its fetch must fill, or -1
 };
 
+struct SlotMove {
+  std::int32_t from = 0, to = 0;
+};
+
+// What a change of capacity takes: records that move down and slots whose record goes. Made by plan_resize.
+struct SlotResize {
+  int num_slots = 0;
+  std::vector<SlotMove> moves;  // no slot is named twice
+  std::vector<std::int32_t> evicted;
+  std::uint64_t num_publishes = 0;  // of the table when it was planned
+};
+
+// For each capacity (ascending): the share of the sum of `scores` that the best so many records have, an estimate of the
+// hit rate at that capacity. All 0 without scores.
+std::vector<double> score_curve(std::vector<double> scores, std::span<const std::int64_t> capacities);
+
 // Scores. CRF gives a record sum of 2^(-age/half_life) over its uses, age in tokens of its own layer; LRU the number
 // of the publish that used it last. Scores are kept for every record, resident or not. They are stored as
 // log2(score) + clock/half_life, which does not change between uses: all records of a layer keep their order while they
@@ -65,6 +81,14 @@ class SlotTable {
   // Every slot becomes free. Scores stay: they describe the records, not the arena.
   void invalidate_all();
 
+  // A change of capacity (slot_resize.cpp), between publishes whose fills are complete. plan_resize changes nothing; it
+  // gives up the records that score worst, wherever they lie, and moves the others out of the slots that go. Between
+  // the two calls the caller copies the records that move; resize throws std::logic_error when there was a publish.
+  SlotResize plan_resize(int num_slots) const;
+  void resize(const SlotResize& plan);
+  // Positive scores of all records, at their layers' clocks, in no order; empty with LRU.
+  std::vector<double> scores() const;
+
   template <class Visitor>  // visitor(slot, layer, expert)
   void for_each_resident(Visitor&& visitor) const {
     for (int slot = 0; slot < num_slots(); ++slot) {
@@ -101,6 +125,7 @@ class SlotTable {
   void refresh_top(int layer);
   int worst_layer() const;
   void release(std::int32_t slot);
+  void rebuild_free_list();
   void mirror(std::int32_t key, std::int32_t slot) {
     if (mirror_ != nullptr) std::atomic_ref<std::int32_t>(mirror_[key]).store(slot, std::memory_order_relaxed);
   }

@@ -134,6 +134,23 @@ class ExecutorConfig(_Section):
     wait_timeout_s: float = Field(20.0, gt=0, description="Longest wait for one layer's answer.")
 
 
+class ElasticConfig(_Section):
+    """Memory that moves between expert slots and KV while serving; where there is a ``vram`` budget."""
+
+    enabled: bool = Field(True, description="Build the arena so that its pools can trade memory.")
+    auto: bool = Field(True, description="Trade memory without being asked, where it is worth more.")
+    granule_bytes: Bytes | None = Field(
+        None, description="What is moved at once; unset: 32 MiB, less for small budgets."
+    )
+    interval_s: float = Field(5.0, gt=0, description="Interval of automatic decisions.")
+    cooldown_s: float = Field(
+        15.0, ge=0, description="After a change, memory is taken back from KV no sooner than this."
+    )
+    advantage: float = Field(
+        1.5, ge=1, description="How many times more a granule must be worth on the side that gets it."
+    )
+
+
 class LoaderConfig(_Section):
     """Reading checkpoints."""
 
@@ -184,6 +201,7 @@ class EngineConfig(_Section):
     kv: KVConfig = KVConfig()
     experts: ExpertsConfig = ExpertsConfig()
     executor: ExecutorConfig = ExecutorConfig()
+    elastic: ElasticConfig = ElasticConfig()
     loader: LoaderConfig = LoaderConfig()
     ray: RayConfig = RayConfig()
     health: HealthConfig = HealthConfig()

@@ -1,15 +1,21 @@
 """The arena: expert slots and KV blocks, as two shared segments. Contents live as long as this process.
 
-On the CPU device both are ordinary shared memory. A KV block record is
-``[layer][k, v][block_size][kv_heads][head_dim]``; blocks follow each other without gaps.
+On the CPU device both are ordinary shared memory, or, where they can trade memory, two ranges of addresses into which
+granules of one segment are mapped. A KV block record is ``[layer][k, v][block_size][kv_heads][head_dim]``; blocks
+follow each other without gaps.
 """
 
 from __future__ import annotations
 
 import uuid
 
+import numpy as np
+
 from freetoken import _native
+from freetoken.elastic.arena_shape import ArenaShape, ArenaSplit, plan_arena
 from freetoken.errors import CapacityError
+from freetoken.execution.arena_pools import KV, SLOTS, ArenaPools, Moves
+from freetoken.execution.granules import GranuleDriver, HostGranules
 from freetoken.execution.kv_geometry import KVGeometry
 from freetoken.launch_spec import LaunchSpec
 from freetoken.units import format_bytes
@@ -18,16 +24,30 @@ from freetoken.units import format_bytes
 class Arena:
     """Memory that dies with this process; ``arena_id`` tells its users whether it is still the same."""
 
-    def __init__(self, kv: KVGeometry, num_slots: int, slot_stride_bytes: int) -> None:
-        """Allocates and populates everything; slow for many gigabytes. ``CapacityError`` when memory is short."""
+    def __init__(
+        self,
+        kv: KVGeometry,
+        num_slots: int,
+        slot_stride_bytes: int,
+        elastic: tuple[ArenaShape, ArenaSplit] | None = None,
+        driver: GranuleDriver | None = None,
+    ) -> None:
+        """Allocates and populates everything; slow for many gigabytes. ``CapacityError`` when memory is short.
+        ``driver`` (of an elastic arena): whose ranges are segments."""
         self.arena_id = uuid.uuid4().hex
         self.kv = kv
-        self.num_slots = num_slots
         self.slot_stride_bytes = slot_stride_bytes
-        self.kv_segment = _allocate("kv", kv.size_bytes, "--set kv.num_tokens")
-        self.slot_segment = (
-            _allocate("slots", num_slots * slot_stride_bytes, "--vram") if num_slots * slot_stride_bytes else None
-        )
+        self.pools: ArenaPools | None = None
+        self.slot_segment: _native.SharedSegment | None = None
+        self._fixed = (num_slots, kv.num_blocks)
+        if elastic is None:
+            self.kv_segment = _allocate("kv", kv.size_bytes, "--set kv.num_tokens")
+            if num_slots * slot_stride_bytes:
+                self.slot_segment = _allocate("slots", num_slots * slot_stride_bytes, "--vram")
+        else:
+            shape, split = elastic
+            self.pools = ArenaPools(shape, split, driver or HostGranules(shape.budget_bytes), num_slots, kv.num_blocks)
+            self.kv_segment, self.slot_segment = self.pools.where(KV), self.pools.where(SLOTS)
 
     @classmethod
     def of(cls, launch: LaunchSpec) -> Arena:
@@ -41,11 +61,46 @@ class Arena:
             head_dim=model.head_dim,
             dtype=plan.kv_dtype,
         )
-        return cls(geometry, plan.num_slots, plan.slot_stride_bytes)
+        return cls(geometry, plan.num_slots, plan.slot_stride_bytes, plan_arena(launch))
+
+    @property
+    def num_slots(self) -> int:
+        """Slots there are now."""
+        return self.pools.num_slots if self.pools is not None else self._fixed[0]
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks there are now."""
+        return self.pools.num_blocks if self.pools is not None else self._fixed[1]
+
+    def change(self, slot_moves: Moves, block_moves: Moves) -> None:
+        """Copy what moves (the places it goes to hold nothing) and make the prepared division true."""
+        pools = self.pools
+        assert pools is not None
+        pools.check_moves(slot_moves, block_moves)
+        for segment, stride, moves in (
+            (self.slot_segment, self.slot_stride_bytes, slot_moves),
+            (self.kv_segment, self.kv.block_bytes, block_moves),
+        ):
+            assert segment is not None
+            bytes_of = np.frombuffer(memoryview(segment), np.uint8)
+            for source, target in moves:
+                bytes_of[target * stride : (target + 1) * stride] = bytes_of[source * stride : (source + 1) * stride]
+        pools.commit()
+
+    def settle(self) -> None:
+        """Wait until what ``change`` copies was read. Here it is."""
+
+    def close(self) -> None:
+        """Unmap the granules; nothing may use the arena any more. Segments go with their last user."""
+        if self.pools is not None:
+            self.pools.granules.close()
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of both segments."""
+        """Bytes of memory."""
+        if self.pools is not None:
+            return self.pools.shape.budget_bytes
         return self.kv.size_bytes + (self.slot_segment.size_bytes if self.slot_segment else 0)
 
 

@@ -57,6 +57,14 @@ class RequestState:
         self._blocks[self._num_blocks : needed] = block_ids
         self._num_blocks = needed
 
+    def move_blocks(self, now: NDArray[np.int32]) -> bool:
+        """Block ``b`` is ``now[b]`` from here on; whether that changes the table."""
+        before = self.blocks
+        after = now[before]
+        moved = bool((after != before).any())
+        self._blocks[: self._num_blocks] = after
+        return moved
+
     def append_token(self, token_id: int) -> None:
         """A token was sampled."""
         self.tokens.append(token_id)
@@ -113,6 +121,14 @@ class BatchState:
     def clear(self) -> None:
         """Forget all requests."""
         self._requests.clear()
+
+    def resized(self, num_blocks: int, block_moves: Sequence[tuple[int, int]]) -> list[RequestState]:
+        """The arena has so many blocks from now on, after these moved; the requests whose block tables changed."""
+        now = np.arange(max(self._num_blocks, num_blocks), dtype=np.int32)
+        self._num_blocks = num_blocks
+        for source, target in block_moves:
+            now[source] = target
+        return [state for state in self._requests.values() if state.move_blocks(now)] if block_moves else []
 
     def fail(self, request_ids: Iterable[str], message: str) -> None:
         """Requests whose state is no longer true: rows already planned for them are answered with ``message``.

@@ -30,6 +30,10 @@ class ExpertRunner(Protocol):
         """Figures since ``begin_step``."""
         ...
 
+    def resized(self, num_slots: int) -> None:
+        """Between steps: the arena has so many slots from now on."""
+        ...
+
 
 class MailboxExperts:
     """The CPU device's side of the mailbox. Belongs to one epoch."""
@@ -48,6 +52,9 @@ class MailboxExperts:
 
     def step_counters(self) -> ExpertCounters:
         return ExpertCounters(**self._client.step_counters())
+
+    def resized(self, num_slots: int) -> None:
+        self._client.set_num_slots(num_slots)
 
 
 class StoreExperts:
@@ -74,6 +81,9 @@ class StoreExperts:
     def step_counters(self) -> ExpertCounters:
         return ExpertCounters(hits=self._hits, layer_steps=self._layers)
 
+    def resized(self, num_slots: int) -> None:
+        return
+
 
 class NoExperts:
     """Answers zeros. For dense models, and for warming up before the mailbox is served."""
@@ -86,3 +96,6 @@ class NoExperts:
 
     def step_counters(self) -> ExpertCounters:
         return ExpertCounters()
+
+    def resized(self, num_slots: int) -> None:
+        return

@@ -62,21 +62,21 @@ class ModelRuntime:
         experts: ExpertRunner = NoExperts()
         if self._expert_store is not None:
             assert mailbox is not None
-            experts = MailboxExperts(
-                _native.DeviceClient(
-                    mailbox,
-                    self._expert_store,
-                    self._arena.slot_segment,
-                    plan.slot_stride_bytes,
-                    self._pool,
-                    plan.spin_us,
-                    launch.config.executor.wait_timeout_s,
-                    launch.config.deterministic,
-                )
+            client = _native.DeviceClient(
+                mailbox,
+                self._expert_store,
+                self._arena.slot_segment,
+                plan.slot_stride_bytes,
+                self._pool,
+                plan.spin_us,
+                launch.config.executor.wait_timeout_s,
+                launch.config.deterministic,
             )
+            client.set_num_slots(self._arena.num_slots)
+            experts = MailboxExperts(client)
         limits = StepLimits(
             block_size=plan.kv_block_size,
-            num_blocks=plan.num_kv_blocks,
+            num_blocks=self._arena.num_blocks,
             max_context_tokens=plan.max_context_tokens,
             max_batch_tokens=plan.max_batch_tokens,
             seed_tail_tokens=launch.config.experts.seed_tail_tokens,
@@ -87,7 +87,7 @@ class ModelRuntime:
     def warm_up(self) -> None:
         """Run a few shapes without experts and without writing KV, so that the first request does not pay for it."""
         plan = self._launch.plan
-        largest = min(plan.max_batch_tokens, plan.max_context_tokens, plan.num_kv_blocks * plan.kv_block_size)
+        largest = min(plan.max_batch_tokens, plan.max_context_tokens, self._arena.num_blocks * plan.kv_block_size)
         ops = self._ops(NoExperts(), threading.Event())
         for count in _WARM_UP_TOKENS:
             count = min(count, largest)

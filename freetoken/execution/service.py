@@ -14,6 +14,7 @@ from freetoken.checkpoint.held_store import HeldStore, close_fds, receive_store
 from freetoken.errors import ConfigError, FreeTokenError, PeerLostError
 from freetoken.execution.arena import Arena
 from freetoken.execution.pipelined_thread import PipelinedStepThread
+from freetoken.execution.resizing import ArenaResizer
 from freetoken.execution.step_thread import StepThread
 from freetoken.experts.arrivals import Arrivals
 from freetoken.experts.reports import StepReporter
@@ -65,6 +66,7 @@ class GpuExecutorService(Service):
         self._mailbox: Mailbox | None = None
         self._executor: StepExecutor | CudaStepExecutor | None = None
         self._progress: tuple[int, int, str] = (0, 0, "")
+        self._resizer: ArenaResizer | None = None
         self._reporter = StepReporter(endpoint, self.name, self.metrics)
         endpoint.on(StoreShared, self._on_store_shared)
         endpoint.on(MailboxShared, self._on_mailbox_shared)
@@ -77,7 +79,9 @@ class GpuExecutorService(Service):
         """Import torch, start the threads, allocate the arena. Raises ``ConfigError`` or ``CapacityError``."""
         self.state = ActorState.LOADING
         await asyncio.to_thread(self._load)
-        self._thread = (PipelinedStepThread if self._on_cuda else StepThread)(self._on_outcome)
+        thread = self._thread = (PipelinedStepThread if self._on_cuda else StepThread)(self._on_outcome)
+        assert self._arena is not None
+        self._resizer = ArenaResizer(self.endpoint, self._arena, lambda: (self.epoch, self._executor), thread.call)
 
     @property
     def _on_cuda(self) -> bool:
@@ -172,10 +176,11 @@ class GpuExecutorService(Service):
         logger.info("event=device_wired epoch=%d arena=%s", self.epoch, self._arena.arena_id)
 
     def _announce(self, fetchable: tuple[int, ...] | None) -> None:
-        assert self._arena is not None
-        plan = self.spec.plan
-        ready = ArenaReady(self.epoch, self._arena.arena_id, plan.num_slots, plan.num_kv_blocks, fetchable)
-        for peer in (ActorName.EXPERT_CACHE, ActorName.KV_ALLOCATOR):
+        arena = self._arena
+        assert arena is not None
+        resize_id = arena.pools.resize_id if arena.pools is not None else 0
+        ready = ArenaReady(self.epoch, arena.arena_id, arena.num_slots, arena.num_blocks, fetchable, resize_id)
+        for peer in (ActorName.EXPERT_CACHE, ActorName.KV_ALLOCATOR, ActorName.SCHEDULER):
             self.endpoint.send(peer, ready)
 
     def _build_runtime(self, store: HeldStore) -> ModelRuntime | CudaRuntime:
@@ -223,6 +228,8 @@ class GpuExecutorService(Service):
             mailbox.abort()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.drain, self.spec.config.scheduler.step_timeout_s)
+        if self._resizer is not None:
+            await self._resizer.end_epoch()
 
     async def close(self) -> None:
         """Ends the step thread after the step it is running."""
@@ -239,7 +246,12 @@ class GpuExecutorService(Service):
         runtime, self._runtime = self._runtime, None
         if runtime is not None:
             await asyncio.to_thread(runtime.close)
-        self._executor = self._mailbox = self._arena = None
+        if self._resizer is not None:
+            await self._resizer.end_epoch()
+        arena, self._arena = self._arena, None
+        self._executor = self._mailbox = self._resizer = None
+        if arena is not None:
+            arena.close()
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
@@ -295,14 +307,15 @@ class GpuExecutorService(Service):
 
     def metrics(self) -> dict[str, float]:
         """Steps, tokens, busy time and expert uses since start; arena geometry."""
-        plan, executor, thread = self.spec.plan, self._executor, self._thread
+        plan, executor, thread, arena = self.spec.plan, self._executor, self._thread, self._arena
         figures = thread.stats.metrics() if thread is not None else {}
         return {
             **figures,
             "requests": float(len(executor.requests) if executor is not None else 0),
             "queued_plans": float(thread.queued if thread is not None else 0),
-            "arena_bytes": float(self._arena.size_bytes if self._arena is not None else 0),
-            "slots": float(plan.num_slots),
-            "kv_blocks": float(plan.num_kv_blocks),
+            "arena_bytes": float(arena.size_bytes if arena is not None else 0),
+            "slots": float(arena.num_slots if arena is not None else plan.num_slots),
+            "kv_blocks": float(arena.num_blocks if arena is not None else plan.num_kv_blocks),
+            **(self._resizer.metrics() if self._resizer is not None else {}),
             "device_threads": float(plan.device_threads),
         }

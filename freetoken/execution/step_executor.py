@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -57,6 +58,11 @@ class StepExecutor:
     def abort(self) -> None:
         """End the running step soon, and every later one: the epoch is over. Any thread."""
         self._abort.set()
+
+    def resized(self, num_slots: int, num_blocks: int, block_moves: Sequence[tuple[int, int]]) -> None:
+        """The arena changed between two steps; blocks that moved are copied."""
+        self._experts.resized(num_slots)
+        self.requests.resized(num_blocks, block_moves)
 
     def execute(self, plan: StepPlan) -> StepResult | StepFailed:
         """Run ``plan``; what goes wrong becomes a StepFailed, and its requests answer with a failure from then on."""

@@ -10,17 +10,29 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from freetoken._native import CacheServer, Mailbox, SharedSegment, SlotTable
+from freetoken._native import CacheServer, Mailbox, SharedSegment, SlotResize, SlotTable
 from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.config.schema import ExpertsConfig
 from freetoken.costs import assumed_costs
-from freetoken.errors import CapacityError, ConfigError
+from freetoken.errors import CapacityError, ConfigError, PeerLostError
 from freetoken.experts.arrivals import Arrivals
 from freetoken.experts.device_client import fetchable_records, is_device_client, plan_mailbox, server_spin_us
 from freetoken.experts.reports import StepReporter
+from freetoken.experts.slot_worth import SlotWorth
 from freetoken.experts.split import describe_change, native_costs, split_metrics, split_mode
 from freetoken.launch_spec import LaunchSpec
-from freetoken.messages import ActorName, ActorStatus, ArenaReady, MailboxShared, StepNotice, Wiring
+from freetoken.messages import (
+    ActorName,
+    ActorStatus,
+    ArenaReady,
+    ArenaResized,
+    MailboxShared,
+    PoolVacated,
+    ResizeApplied,
+    StepNotice,
+    VacatePool,
+    Wiring,
+)
 from freetoken.service import Service
 from freetoken.transport import Endpoint
 from freetoken.units import format_bytes
@@ -51,9 +63,14 @@ class ExpertCacheService(Service):
         self._server: CacheServer | None = None
         self._totals = dict.fromkeys(_COUNTED, 0)  # of the servers of earlier epochs
         self._steps_total = 0
+        # A change of capacity between VacatePool and ArenaResized.
+        self._resize: tuple[int, SlotResize] | None = None
+        self._worth = SlotWorth(spec)
         self._reporter = StepReporter(endpoint, self.name, self.metrics)
         endpoint.on(ArenaReady, self._on_arena_ready)
         endpoint.on(StepNotice, self._on_step_notice)
+        endpoint.on(VacatePool, self._on_vacate)
+        endpoint.on(ArenaResized, self._on_resized)
         endpoint.on_peer_lost(self._arrivals.peer_lost)
 
     async def wire(self, wiring: Wiring) -> None:
@@ -140,12 +157,16 @@ class ExpertCacheService(Service):
     def _slots_for(self, arena: ArenaReady) -> SlotTable:
         """The table that is true to the arena: emptied when the arena's contents were lost."""
         experts, model = self.spec.config.experts, self.spec.model
-        if self.slots is None or self.slots.num_slots != arena.num_slots:
+        resize, self._resize = self._resize, None
+        if self.slots is None:
             self.slots = SlotTable(
                 len(model.moe_layers), model.num_experts, arena.num_slots, experts.policy, experts.half_life_tokens
             )
-        elif arena.arena_id != self._arena_id:
+        elif arena.arena_id == self._arena_id and resize is not None and resize[0] == arena.resize_id:
+            self.slots.resize(resize[1])  # the epoch ended when the device had made it
+        if arena.arena_id != self._arena_id or self.slots.num_slots != arena.num_slots:
             self.slots.invalidate_all()
+            self.slots.resize(self.slots.plan_resize(arena.num_slots))
             logger.info("event=slots_emptied epoch=%d slots=%d", self.epoch, arena.num_slots)
         self._arena_id = arena.arena_id
         return self.slots
@@ -221,6 +242,42 @@ class ExpertCacheService(Service):
     def _on_arena_ready(self, message: ArenaReady, fds: tuple[int, ...]) -> None:
         self._arrivals.deliver(ActorName.GPU_EXECUTOR, message)
 
+    def _on_vacate(self, message: VacatePool, fds: tuple[int, ...]) -> None:
+        table = self._server or self.slots
+        if table is None:
+            return
+        plan = table.plan_resize(message.capacity)
+        self._resize = (message.resize_id, plan)
+        moves = plan.moves
+        reply = PoolVacated(
+            self.epoch,
+            message.resize_id,
+            self.name.value,
+            tuple(source for source, _ in moves),
+            tuple(target for _, target in moves),
+            len(plan.evicted),
+        )
+        self._send(ActorName.GPU_EXECUTOR, reply)
+
+    def _on_resized(self, message: ArenaResized, fds: tuple[int, ...]) -> None:
+        table = self._server or self.slots
+        if table is None or self._resize is None or self._resize[0] != message.resize_id:
+            return
+        (_, plan), self._resize = self._resize, None
+        if not message.failure:
+            table.resize(plan)
+            logger.info(
+                "event=slots_resized resize=%d slots=%d moved=%d evicted=%d",
+                message.resize_id, plan.num_slots, len(plan.moves), len(plan.evicted),
+            )  # fmt: skip
+        self._send(ActorName.SCHEDULER, ResizeApplied(self.epoch, message.resize_id, self.name.value))
+
+    def _send(self, to: ActorName, message: PoolVacated | ResizeApplied) -> None:
+        try:
+            self.endpoint.send(to, message)
+        except PeerLostError as error:  # the epoch is over
+            logger.info("event=undeliverable message=%s error=%r", type(message).__name__, str(error))
+
     def _on_step_notice(self, message: StepNotice, fds: tuple[int, ...]) -> None:
         self._steps_total += 1
         server = self._server
@@ -252,10 +309,11 @@ class ExpertCacheService(Service):
             "fetch_fraction": self._fetched_share(totals),
             **self._split_figures(server),
             "steps_total": float(self._steps_total),
-            "slots": float(self.spec.plan.num_slots),
+            "slots": float(self.slots.num_slots if self.slots is not None else self.spec.plan.num_slots),
             "resident_slots": float(resident),
             "in_flight_slots": float(in_flight),
             "hit_ratio": totals["hits"] / uses if uses else 0.0,
+            **self._worth.figures(server or self.slots, self.slots.num_slots if self.slots is not None else 0),
         }
 
     def _fetched_share(self, totals: dict[str, int]) -> float:

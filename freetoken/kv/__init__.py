@@ -1,5 +1,5 @@
 """Key/value blocks: who holds which, and which prefixes they hold. Only bookkeeping: GpuExecutor has the bytes."""
 
-from freetoken.kv.allocator import IntegrityError, KVAllocator
+from freetoken.kv.allocator import BlockResize, IntegrityError, KVAllocator
 
-__all__ = ["IntegrityError", "KVAllocator"]
+__all__ = ["BlockResize", "IntegrityError", "KVAllocator"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter, OrderedDict
+from typing import NamedTuple
 
 from freetoken.kv.block_pool import BlockPool
 from freetoken.kv.prefix_tree import PrefixNode, PrefixTree, encode_tokens
@@ -16,6 +18,14 @@ _REMEMBERED_RELEASES = 256
 
 class IntegrityError(Exception):
     """The allocator's tables contradict each other: a bug, found by ``check_integrity``."""
+
+
+class BlockResize(NamedTuple):
+    """``moved``: blocks in use -> free ones below the new limit. ``num_evicted``: cached blocks that go."""
+
+    num_blocks: int
+    moved: dict[int, int]
+    num_evicted: int
 
 
 class _Holding:
@@ -207,6 +217,41 @@ class KVAllocator:
                 self._pool.give_back(node.block_id)
         if holding is not None:
             holding.sealed = True
+
+    # ------------------------------------------------------------------------------------------ capacity
+
+    def plan_resize(self, num_blocks: int) -> BlockResize | str:
+        """What it takes to have ``num_blocks`` blocks; or why that is not possible. Changes nothing.
+
+        Cached blocks go, least recently used first, as far as blocks in use do not fit; the others move down.
+        """
+        pool, tree = self._pool, self._tree
+        used = pool.num_blocks - pool.num_free
+        num_evicted = max(used - num_blocks, 0)
+        if num_evicted > len(tree.unused) or num_blocks < 1:
+            held = used - len(tree.unused)
+            return f"{num_blocks} blocks are too few: {held} are in use by requests"
+        evicted = set(itertools.islice(tree.unused, num_evicted))
+        free = set(pool.free_blocks()) | evicted
+        targets = iter(sorted(block_id for block_id in free if block_id < num_blocks))
+        moved = {source: next(targets) for source in range(num_blocks, pool.num_blocks) if source not in free}
+        return BlockResize(num_blocks, moved, num_evicted)
+
+    def resize(self, plan: BlockResize) -> None:
+        """Make ``plan`` true: the KV of the blocks that move has been copied. Nothing may have changed since
+        ``plan_resize``."""
+        for _ in range(plan.num_evicted):
+            self._pool.give_back(self._tree.evict().block_id)
+            self._evicted_blocks_total += 1
+        self._pool.resize(plan.num_blocks, plan.moved)
+        moved = plan.moved
+        if moved:
+            orphans = {id(node): node for holding in self._holdings.values() for node in holding.path if not node.live}
+            self._tree.move_blocks(moved)
+            for node in orphans.values():  # discarded, and still held
+                node.block_id = moved.get(node.block_id, node.block_id)
+            for holding in self._holdings.values():
+                holding.table = [moved.get(block_id, block_id) for block_id in holding.table]
 
     # ------------------------------------------------------------------------------------------ helpers
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 _FREE = -1
 
 
@@ -74,3 +76,21 @@ class BlockPool:
     def free_blocks(self) -> tuple[int, ...]:
         """The free list, for integrity checks; O(blocks)."""
         return tuple(self._free)
+
+    def resize(self, num_blocks: int, moved: Mapping[int, int]) -> None:
+        """So many blocks from now on. ``moved``: blocks in use -> the free ones that take their place; afterwards every
+        block beyond ``num_blocks`` must be free. Raises ``ValueError``, having changed nothing, where it is not."""
+        holders = self._holders + [_FREE] * max(num_blocks - self.num_blocks, 0)
+        for source, target in moved.items():
+            if holders[source] == _FREE or holders[target] != _FREE:
+                raise ValueError(f"block {source} cannot move to {target}")
+            holders[target], holders[source] = holders[source], _FREE
+        left = [block_id for block_id in range(num_blocks, len(holders)) if holders[block_id] != _FREE]
+        if left:
+            raise ValueError(f"block {left[0]} is in use beyond the new size of {num_blocks}")
+        self.num_blocks = num_blocks
+        self._holders = holders[:num_blocks]
+        # The order in which they are handed out stays: those returned last first, and new ones after all others.
+        known = [b for b in self._free if b < num_blocks and self._holders[b] == _FREE]
+        new = {b for b in range(num_blocks) if self._holders[b] == _FREE}.difference(known)
+        self._free = sorted(new, reverse=True) + known

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 _TOKEN_TYPE = "I"
 TOKEN_BYTES = array(_TOKEN_TYPE).itemsize
@@ -100,6 +100,12 @@ class PrefixTree:
             gone.children = {}
             self._retire(gone)
         return orphans
+
+    def move_blocks(self, moved: Mapping[int, int]) -> None:
+        """Nodes follow their blocks to other places; the eviction order stays. O(nodes)."""
+        for node in self.walk():
+            node.block_id = moved.get(node.block_id, node.block_id)
+        self.unused = OrderedDict((node.block_id, node) for node in self.unused.values())
 
     def walk(self, top: PrefixNode | None = None) -> Iterator[PrefixNode]:
         """``top`` and all nodes below it, or all nodes; parents first. O(nodes)."""

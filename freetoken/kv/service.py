@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from freetoken.errors import PeerLostError
-from freetoken.kv.allocator import KVAllocator
+from freetoken.kv.allocator import BlockResize, KVAllocator
 from freetoken.launch_spec import LaunchSpec
-from freetoken.messages import ActorName, ArenaReady, BlocksReserved, ReserveBlocks, Wiring
+from freetoken.messages import (
+    ActorName,
+    ArenaReady,
+    ArenaResized,
+    BlocksReserved,
+    PoolVacated,
+    ReserveBlocks,
+    ResizeApplied,
+    VacatePool,
+    Wiring,
+)
 from freetoken.service import Service
 from freetoken.transport import Endpoint
 
@@ -29,10 +39,14 @@ class KVAllocatorService(Service):
         self.allocator = self._new_allocator(spec.plan.num_kv_blocks)
         self._arena_id: str | None = None
         self._arena: asyncio.Future[ArenaReady] | None = None
+        # A change of capacity between VacatePool and ArenaResized; None for one that was refused.
+        self._resize: tuple[int, BlockResize | None] | None = None
         self._reservations_total = 0
         self._exhausted_total = 0
         endpoint.on(ArenaReady, self._on_arena_ready)
         endpoint.on(ReserveBlocks, self._on_reserve_blocks)
+        endpoint.on(VacatePool, self._on_vacate)
+        endpoint.on(ArenaResized, self._on_resized)
         endpoint.on_peer_lost(self._on_peer_lost)
 
     async def wire(self, wiring: Wiring) -> None:
@@ -43,7 +57,11 @@ class KVAllocatorService(Service):
             arena = await self._arena
         finally:
             self._arena = None
-        if arena.arena_id != self._arena_id:
+        resize, self._resize = self._resize, None
+        is_same = arena.arena_id == self._arena_id
+        if is_same and resize is not None and resize[1] is not None and resize[0] == arena.resize_id:
+            self.allocator.resize(resize[1])  # the epoch ended when the device had made it
+        if not is_same or self.allocator.stats().total_blocks != arena.num_kv_blocks:
             self.allocator = self._new_allocator(arena.num_kv_blocks)
             self._arena_id = arena.arena_id
             logger.info("event=kv_emptied epoch=%d blocks=%d", self.epoch, arena.num_kv_blocks)
@@ -82,13 +100,51 @@ class KVAllocatorService(Service):
         if peer is ActorName.GPU_EXECUTOR and self._arena is not None and not self._arena.done():
             self._arena.set_exception(PeerLostError(str(peer), "it ended before its arena was ready"))
 
+    def _on_vacate(self, message: VacatePool, fds: tuple[int, ...]) -> None:
+        plan = self.allocator.plan_resize(message.capacity)
+        if isinstance(plan, str):
+            self._resize = (message.resize_id, None)
+            reply = PoolVacated(self.epoch, message.resize_id, self.name.value, refusal=plan)
+        else:
+            self._resize = (message.resize_id, plan)
+            reply = PoolVacated(
+                self.epoch,
+                message.resize_id,
+                self.name.value,
+                tuple(plan.moved),
+                tuple(plan.moved.values()),
+                plan.num_evicted,
+            )
+        self._send(ActorName.GPU_EXECUTOR, reply)
+
+    def _on_resized(self, message: ArenaResized, fds: tuple[int, ...]) -> None:
+        if self._resize is None or self._resize[0] != message.resize_id:
+            return
+        (_, plan), self._resize = self._resize, None
+        moved: dict[int, int] = {}
+        if plan is not None and not message.failure:
+            self.allocator.resize(plan)
+            moved = plan.moved
+            logger.info(
+                "event=kv_resized resize=%d blocks=%d moved=%d evicted=%d",
+                message.resize_id, plan.num_blocks, len(moved), plan.num_evicted,
+            )  # fmt: skip
+        stats = self.allocator.stats()
+        applied = ResizeApplied(
+            self.epoch, message.resize_id, self.name.value, tuple(moved), tuple(moved.values()), stats
+        )
+        self._send(ActorName.SCHEDULER, applied)
+
     def _on_reserve_blocks(self, message: ReserveBlocks, fds: tuple[int, ...]) -> None:
         if message.epoch != self.epoch:
             return
         reply: BlocksReserved = self.allocator.apply(message)
         self._reservations_total += 1
         self._exhausted_total += len(reply.exhausted)
+        self._send(ActorName.SCHEDULER, reply)
+
+    def _send(self, to: ActorName, message: Any) -> None:
         try:
-            self.endpoint.send(ActorName.SCHEDULER, reply)
+            self.endpoint.send(to, message)
         except PeerLostError:
-            logger.info("event=reply_undeliverable peer=%s step=%d", ActorName.SCHEDULER, message.step_id)
+            logger.info("event=undeliverable peer=%s message=%s", to, type(message).__name__)

@@ -5,6 +5,15 @@ holds a tensor or a pointer: bulk data lies in shared memory and messages carry 
 """
 
 from freetoken.messages.actors import ACTOR_NAMES, ActorName, ActorState, ActorStatus, Wiring
+from freetoken.messages.elastic import (
+    ArenaPrepared,
+    ArenaResized,
+    BlocksShort,
+    PoolVacated,
+    ResizeApplied,
+    ResizeArena,
+    VacatePool,
+)
 from freetoken.messages.health import HealthState, HealthView
 from freetoken.messages.kv import (
     BlockCommit,
@@ -48,11 +57,14 @@ __all__ = [
     "ActorState",
     "ActorStatus",
     "ActorsSuspected",
+    "ArenaPrepared",
     "ArenaReady",
+    "ArenaResized",
     "BlockCommit",
     "BlockGrant",
     "BlockNeed",
     "BlocksReserved",
+    "BlocksShort",
     "Constraint",
     "ConstraintKind",
     "ExpertCounters",
@@ -62,10 +74,13 @@ __all__ = [
     "KVStats",
     "LogprobEntry",
     "MailboxShared",
+    "PoolVacated",
     "RequestFailure",
     "RequestInit",
     "RequestStats",
     "ReserveBlocks",
+    "ResizeApplied",
+    "ResizeArena",
     "RowResult",
     "SamplingParams",
     "SegmentInfo",
@@ -79,5 +94,6 @@ __all__ = [
     "SubmitRequest",
     "TokenBatch",
     "TokenDelta",
+    "VacatePool",
     "Wiring",
 ]

@@ -36,8 +36,9 @@ class MailboxShared:
 
 @dataclass(frozen=True, slots=True)
 class ArenaReady:
-    """GpuExecutor -> ExpertCache, KVAllocator at every wiring. ``arena_id`` changes when the arena's contents were
-    lost, and then the receiver empties its tables.
+    """GpuExecutor -> ExpertCache, KVAllocator, Scheduler at every wiring. ``arena_id`` changes when the arena's
+    contents were lost, and then the receiver empties its tables. ``resize_id`` is the last change of its division that
+    was made (0: none): a table whose own change is still open makes it too if it is this one, else drops it.
 
     ``fetchable``: per store segment, the number of leading bytes that the device can read (a GPU: what CUDA could
     register); None means all of every segment.
@@ -48,3 +49,4 @@ class ArenaReady:
     num_slots: int
     num_kv_blocks: int
     fetchable: tuple[int, ...] | None = None
+    resize_id: int = 0

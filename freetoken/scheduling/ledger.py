@@ -32,6 +32,13 @@ class KVLedger:
         self._releases: list[str] = []
         self.stats = KVStats(limits.num_kv_blocks, limits.num_kv_blocks, 0, limits.block_size)
 
+    def set_limits(self, limits: SchedulerLimits) -> None:
+        """The size of KV has changed; ``stats`` follow where nothing is known of them yet."""
+        self._limits = limits
+        stats = self.stats
+        if stats.free_blocks == stats.total_blocks != limits.num_kv_blocks:
+            self.stats = KVStats(limits.num_kv_blocks, limits.num_kv_blocks, 0, limits.block_size)
+
     @property
     def num_available_blocks(self) -> int:
         """Blocks the allocator could hand out after its last reply; releases collected since are not counted."""

@@ -34,6 +34,7 @@ class RequestBook:
         self._arrivals = 0
         self._seeds = 0
         self.preemptions_total = 0
+        self.recomputed_tokens_total = 0
         self.rejected_total = 0
         self.finished_total = 0
         self.failed_total = 0
@@ -41,6 +42,11 @@ class RequestBook:
         self.prompt_tokens_total = 0
         self.cached_tokens_total = 0
         self.generated_tokens_total = 0
+
+    def set_limits(self, limits: SchedulerLimits) -> None:
+        """The size of KV has changed."""
+        self.limits = limits
+        self.ledger.set_limits(limits)
 
     # ------------------------------------------------------------------------------------------ arrival
 
@@ -128,6 +134,7 @@ class RequestBook:
         gets the blocks next overwrites it, and its sampled token is still good.
         """
         self.preemptions_total += 1
+        self.recomputed_tokens_total += request.num_computed_tokens
         request.num_preemptions += 1
         self.ledger.release(request)
         if request.on_device:

@@ -8,16 +8,20 @@ that the rows are built from whatever is true by then, within the room that ther
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import itertools
 import logging
 from typing import NamedTuple
 
 from freetoken.messages import (
     ActorName,
+    ArenaPrepared,
     BlockNeed,
     BlocksReserved,
     RequestFailure,
     ReserveBlocks,
+    ResizeApplied,
     RowResult,
     StepFailed,
     StepNotice,
@@ -26,10 +30,12 @@ from freetoken.messages import (
     StepRow,
     SubmitRequest,
     TokenBatch,
+    VacatePool,
 )
 from freetoken.scheduling.admission import plan_admissions
 from freetoken.scheduling.budget import PrefillWork, plan_prefill_chunks, plan_shares, plan_turns
 from freetoken.scheduling.clock import StepClock
+from freetoken.scheduling.hold import BlockPressure, ResizeHold
 from freetoken.scheduling.ledger import KVLedger
 from freetoken.scheduling.lifecycle import RequestBook
 from freetoken.scheduling.limits import SchedulerLimits
@@ -72,11 +78,13 @@ class Scheduler:
         self._reply_due_s: float | None = None
         self._prefill_tokens = 0
         self._outstanding = OutstandingSteps(limits.step_timeout_s)
+        self._hold: ResizeHold | None = None
         self._next_step_id = 1
         self.last_step_id = 0
         self.steps_total = 0
         self.failed_steps_total = 0
         self.stalled_steps_total = 0
+        self.resizes_total = 0
         self.prefill_tokens_total = 0
 
     @property
@@ -121,6 +129,7 @@ class Scheduler:
         self._more_needs = []
         self._reply_due_s = None
         self._outstanding.clear()
+        self._hold = None
         self.clock.reset()
         return TokenBatch(self.last_step_id, self.epoch, tuple(deltas)) if deltas else None
 
@@ -132,7 +141,7 @@ class Scheduler:
             if self._phase is _Phase.RESERVED:
                 if self._more_needs:
                     return self._reservation(self._more_needs, now)
-            elif self._wanted and not self._outstanding.is_full:
+            elif self._wanted and not self._outstanding.is_full and self._hold is None:
                 self._wanted = False
                 needs = self._plan_needs()
                 if needs or self.ledger.is_due:
@@ -143,6 +152,51 @@ class Scheduler:
             if planned is not None:
                 return planned
         return None
+
+    # ------------------------------------------------------------------------------------------ changes of the arena
+
+    def hold(self, message: ArenaPrepared) -> None:
+        """Plan no further step until the arena was changed: it takes a moment in which none runs."""
+        self._hold = ResizeHold(message)
+
+    def take_vacate(self, now: float) -> dict[ActorName, VacatePool] | None:
+        """What to ask the owners of tables, once, as soon as no step and no reservation is under way."""
+        hold = self._hold
+        if hold is None or hold.waiting_for or self._phase is not _Phase.IDLE or len(self._outstanding):
+            return None
+        return hold.ask(self.epoch, now + self.limits.step_timeout_s)
+
+    def applied(self, message: ResizeApplied) -> None:
+        """A table follows the arena; after both have, planning goes on."""
+        hold = self._hold
+        if hold is None or message.resize_id != hold.resize_id:
+            return
+        if message.stats is not None:
+            self.ledger.stats = message.stats
+            self.set_num_kv_blocks(message.stats.total_blocks)
+            moved = dict(zip(message.moved_from, message.moved_to, strict=True))
+            for request in self.book.running:  # blocks that the device was not told of yet
+                request.new_block_ids = [moved.get(block_id, block_id) for block_id in request.new_block_ids]
+        if hold.answered(message.sender):
+            self._hold = None
+            self.resizes_total += 1
+            self._wanted = True
+
+    def set_num_kv_blocks(self, num_blocks: int) -> None:
+        """KV has so many blocks from now on."""
+        if num_blocks != self.limits.num_kv_blocks:
+            self.limits = dataclasses.replace(self.limits, num_kv_blocks=num_blocks)
+            self.book.set_limits(self.limits)
+
+    def pressure(self) -> BlockPressure:
+        """What waits for lack of blocks."""
+        book, limits = self.book, self.limits
+        places = limits.max_num_running - len(book.running)
+        if not len(book.waiting) or places <= 0 or not len(book.running):
+            return BlockPressure(0, 0)
+        wanted = [limits.blocks_for(request.num_known_tokens) + 1 for request in itertools.islice(book.waiting, places)]
+        missing = sum(wanted) - self.ledger.num_available_blocks
+        return BlockPressure(len(wanted), missing) if missing > 0 else BlockPressure(0, 0)
 
     def _plan_needs(self) -> list[BlockNeed]:
         """Decide what the step should hold as far as it is known, and which room that takes."""
@@ -397,6 +451,9 @@ class Scheduler:
                 self.book.fail(request, failure, now)
             self._wanted = True
             return ActorName.KV_ALLOCATOR
+        if self._hold is not None and self._hold.is_overdue(now):
+            self.stalled_steps_total += 1
+            return self._hold.suspect()
         step = self._outstanding.give_up(now)
         if step is None:
             return None
@@ -406,8 +463,9 @@ class Scheduler:
 
     def deadline_s(self) -> float | None:
         """When ``check_stalled`` is due, if an answer is."""
-        due = [moment for moment in (self._outstanding.deadline_s(), self._reply_due_s) if moment is not None]
-        return min(due, default=None)
+        hold_due_s = self._hold.due_s if self._hold is not None else None
+        moments = (self._outstanding.deadline_s(), self._reply_due_s, hold_due_s)
+        return min((moment for moment in moments if moment is not None), default=None)
 
     def _take_step(self, step_id: int, now: float) -> OutstandingStep | None:
         taken = self._outstanding.take(step_id, now)
@@ -443,6 +501,9 @@ class Scheduler:
             "failed_steps_total": float(self.failed_steps_total),
             "stalled_steps_total": float(self.stalled_steps_total),
             "preemptions_total": float(book.preemptions_total),
+            "held_back": float(self.pressure().num_requests),
+            "recomputed_tokens_total": float(book.recomputed_tokens_total),
+            "resizes_total": float(self.resizes_total),
             "requests_finished_total": float(book.finished_total),
             "requests_failed_total": float(book.failed_total),
             "requests_aborted_total": float(book.aborted_total),

@@ -7,6 +7,7 @@ import logging
 import time
 from typing import Any, ClassVar
 
+from freetoken.elastic.arena_shape import is_elastic
 from freetoken.errors import PeerLostError
 from freetoken.launch_spec import LaunchSpec
 from freetoken.messages import (
@@ -14,9 +15,13 @@ from freetoken.messages import (
     ActorName,
     ActorsSuspected,
     ActorState,
+    ArenaPrepared,
+    ArenaReady,
     BlocksReserved,
+    BlocksShort,
     RequestFailure,
     ReserveBlocks,
+    ResizeApplied,
     StepFailed,
     StepResult,
     SubmitRequest,
@@ -30,6 +35,7 @@ from freetoken.transport import Endpoint
 
 logger = logging.getLogger(__name__)
 
+PRESSURE_INTERVAL_S = 0.25
 _NOTIFIED = (ActorName.EXPERT_CACHE, ActorName.CPU_EXECUTOR, ActorName.WEIGHT_STREAMER)
 
 
@@ -46,11 +52,16 @@ class SchedulerService(Service):
         self._watchdog: asyncio.TimerHandle | None = None
         self._planning_s = 0.0
         self._reserved_since_s = 0.0
+        self._is_elastic = is_elastic(spec.config, spec.plan)
+        self._pressure_told_s = 0.0
         endpoint.on(SubmitRequest, self._on_submit)
         endpoint.on(AbortRequest, self._on_abort)
         endpoint.on(BlocksReserved, self._on_reserved)
         endpoint.on(StepResult, self._on_step_result)
         endpoint.on(StepFailed, self._on_step_failed)
+        endpoint.on(ArenaReady, self._on_arena_ready)
+        endpoint.on(ArenaPrepared, self._on_arena_prepared)
+        endpoint.on(ResizeApplied, self._on_resize_applied)
         endpoint.on_peer_lost(self._on_peer_lost)
 
     # ------------------------------------------------------------------------------------------ life cycle
@@ -111,6 +122,17 @@ class SchedulerService(Service):
             self._suspect(message.suspects, f"step {message.step_id} failed: {message.message}")
         self._run()
 
+    def _on_arena_ready(self, message: ArenaReady, fds: tuple[int, ...]) -> None:
+        self.scheduler.set_num_kv_blocks(message.num_kv_blocks)
+
+    def _on_arena_prepared(self, message: ArenaPrepared, fds: tuple[int, ...]) -> None:
+        self.scheduler.hold(message)
+        self._run()
+
+    def _on_resize_applied(self, message: ResizeApplied, fds: tuple[int, ...]) -> None:
+        self.scheduler.applied(message)
+        self._run()
+
     def _on_peer_lost(self, peer: ActorName) -> None:
         if peer is ActorName.API_FRONT:
             self.scheduler.abort_all(time.monotonic())
@@ -133,9 +155,12 @@ class SchedulerService(Service):
         if self.state is ActorState.SERVING:
             self._plan()
         self._deliver(self.scheduler.take_batch())
+        self._tell_pressure()
         self._watch()
 
     def _plan(self) -> None:
+        for peer, question in (self.scheduler.take_vacate(time.monotonic()) or {}).items():
+            self._send(peer, question)
         while True:
             now = time.monotonic()
             action = self.scheduler.advance(now)
@@ -151,6 +176,15 @@ class SchedulerService(Service):
                 self._send(peer, action.notice)
             self.scheduler.clock.planning_ms.add(self._planning_s * 1e3)
             self._planning_s = 0.0
+
+    def _tell_pressure(self) -> None:
+        """The Controller may move memory to KV."""
+        now = time.monotonic()
+        if self._is_elastic and now - self._pressure_told_s >= PRESSURE_INTERVAL_S and len(self.scheduler.book.waiting):
+            pressure = self.scheduler.pressure()
+            if pressure.num_blocks > 0:
+                self._pressure_told_s = now
+                self._send(ActorName.CONTROLLER, BlocksShort(self.epoch, pressure.num_requests, pressure.num_blocks))
 
     def _deliver(self, batch: TokenBatch | None) -> None:
         if batch is not None:

@@ -7,8 +7,11 @@ from collections import deque
 
 from freetoken.kv import KVAllocator
 from freetoken.messages import (
+    ActorName,
+    ArenaPrepared,
     BlocksReserved,
     ReserveBlocks,
+    ResizeApplied,
     SamplingParams,
     StepNotice,
     StepPlan,
@@ -31,6 +34,7 @@ class SchedulerRig:
         self.allocator = KVAllocator(limits.num_kv_blocks, limits.block_size, limits.prefix_cache)
         self.device = FakeDevice(limits.num_kv_blocks, limits.block_size, limits.vocab_size, audit)
         self.now = 0.0
+        self._resizes = 0
         self.replies: deque[BlocksReserved] = deque()
         self.plans: deque[StepPlan] = deque()
         self.notices: list[StepNotice] = []
@@ -93,6 +97,32 @@ class SchedulerRig:
         self.scheduler.step_failed(self.device.fail(self.plans.popleft(), message), self.now)
         self.pump()
         return True
+
+    def resize(self, num_blocks: int, fails: bool = False) -> bool:
+        """KV gets another size, at the next moment without steps; with ``fails`` the device refuses. False when blocks
+        in use do not fit."""
+        self._resizes += 1
+        self.scheduler.hold(ArenaPrepared(1, self._resizes, 1, num_blocks))
+        self.pump()
+        while (questions := self.scheduler.take_vacate(self.now)) is None:
+            assert self.deliver_reply() or self.run_step(), "the moment without steps never comes"
+        plan = self.allocator.plan_resize(questions[ActorName.KV_ALLOCATOR].capacity)
+        moved: dict[int, int] = {}
+        if not isinstance(plan, str) and not fails:
+            moved = plan.moved
+            self.device.resize(num_blocks, moved)
+            self.allocator.resize(plan)
+            self.allocator.check_integrity()
+        for sender in (ActorName.EXPERT_CACHE, ActorName.KV_ALLOCATOR):
+            is_kv = sender is ActorName.KV_ALLOCATOR
+            self.scheduler.applied(
+                ResizeApplied(
+                    1, self._resizes, sender.value, tuple(moved) if is_kv else (),
+                    tuple(moved.values()) if is_kv else (), self.allocator.stats() if is_kv else None,
+                )
+            )  # fmt: skip
+        self.pump()
+        return not isinstance(plan, str) and not fails
 
     def settle_replies(self) -> None:
         """All reservations in progress come to their end; the device does not move."""

@@ -94,3 +94,66 @@ def test_bad_settings_are_refused():
     ):
         with pytest.raises(ValueError, match=match):
             _native.SlotTable(*arguments)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    policy=st.sampled_from(["crf", "lru"]),
+    num_slots=st.integers(0, L * E),
+    script=st.lists(publishes.map(lambda found: found[:8]) | st.integers(0, L * E), max_size=10),
+)
+def test_a_change_of_capacity_keeps_the_best_records(policy, num_slots, script):
+    table = _native.SlotTable(L, E, num_slots, policy, 4.0)
+    contents = {}  # slot -> record, as the device has it
+    uses = {}
+    clock = 0
+    for event in script:
+        if isinstance(event, int):
+            before = {slot: (layer, expert) for slot, layer, expert in table.resident()}
+            plan = table.plan_resize(event)
+            table.check_integrity()
+            assert {slot: (layer, expert) for slot, layer, expert in table.resident()} == before
+            assert not {a for a, _ in plan.moves} & {b for _, b in plan.moves}
+            assert all(b < event <= a for a, b in plan.moves)
+            for source, target in plan.moves:
+                assert target not in contents or target in plan.evicted or contents[target] not in before.values()
+                contents[target] = contents[source]
+            table.resize(plan)
+            assert table.num_slots == event
+            after = {slot: (layer, expert) for slot, layer, expert in table.resident()}
+            gone = set(before.values()) - set(after.values())
+            assert len(after) <= event and (not gone or len(after) >= min(event, len(before)) - E)
+            if policy == "lru" and gone and after:
+                assert max(uses[record] for record in gone) <= min(uses[record] for record in after.values())
+            contents = {slot: record for slot, record in contents.items() if slot < event}
+        else:
+            for layer, experts, admit, num_tokens in event:
+                answers = table.access(layer, experts, [1] * len(experts), admit[: len(experts)], num_tokens)
+                for expert, (_, destination) in zip(experts, answers, strict=True):
+                    if destination >= 0:
+                        contents[destination] = (layer, expert)
+                clock += 1
+                uses |= {(layer, expert): clock for expert, may in zip(experts, admit, strict=False) if may}
+        table.check_integrity()
+        for slot, layer, expert in table.resident():
+            assert contents[slot] == (layer, expert)
+
+
+def test_a_plan_is_void_after_a_publish():
+    table = _native.SlotTable(1, E, 4, "crf")
+    table.access(0, [0], [1], [True], 1)
+    plan = table.plan_resize(2)
+    table.access(0, [1], [1], [True], 1)
+    with pytest.raises(RuntimeError, match="publish"):
+        table.resize(plan)
+
+
+def test_the_score_curve_rises_to_one():
+    table = _native.SlotTable(1, E, 4, "crf", 32.0)
+    assert table.score_curve([0, 3]) == [0.0, 0.0]
+    for _ in range(5):
+        table.access(0, [0, 1], [1, 1], [True, True], 1)
+    table.access(0, [2], [1], [True], 1)
+    curve = table.score_curve([0, 1, 2, 3, 9])
+    assert curve[0] == 0.0 and curve[-1] == pytest.approx(1.0) and sorted(curve) == curve
+    assert curve[1] == pytest.approx(curve[2] - curve[1]) and curve[3] == pytest.approx(1.0)

@@ -7,12 +7,18 @@ import uuid
 import torch
 from torch import Tensor
 
+from freetoken.elastic.arena_shape import ArenaShape, ArenaSplit, plan_arena
 from freetoken.errors import CapacityError
+from freetoken.execution.arena_pools import KV, SLOTS, ArenaPools, Moves
+from freetoken.execution.cuda.vmm import open_vmm, tensor_over
+from freetoken.execution.granules import GranuleDriver, HostGranules
 from freetoken.execution.kv_geometry import KVGeometry
+from freetoken.kernels.triton.placed_plan import move_records
 from freetoken.kernels.triton.rope_kv import PagedKV
 from freetoken.launch_spec import LaunchSpec
 from freetoken.units import format_bytes
 
+_MOVE_PROGRAMS = 512
 TORCH_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -23,18 +29,38 @@ class CudaArena:
     """
 
     def __init__(
-        self, kv: KVGeometry, num_slots: int, slot_stride_bytes: int, staging_bytes: int, device: torch.device
+        self,
+        kv: KVGeometry,
+        num_slots: int,
+        slot_stride_bytes: int,
+        staging_bytes: int,
+        device: torch.device,
+        elastic: tuple[ArenaShape, ArenaSplit] | None = None,
+        driver: GranuleDriver | None = None,
     ) -> None:
-        """Raises ``CapacityError`` naming what to lower when device memory is short."""
+        """Raises ``CapacityError`` naming what to lower when device memory is short. ``driver`` of an elastic arena:
+        where its granules come from."""
         self.arena_id = uuid.uuid4().hex
         self.kv = kv
         self.device = device
-        self.num_slots = num_slots
         self.slot_stride_bytes = slot_stride_bytes
+        self.stream: torch.cuda.Stream | None = None
+        """That of the steps; copies and clearing go to it."""
+        self.pools: ArenaPools | None = None
+        self._moved: torch.cuda.Event | None = None
+        self._fixed = (num_slots, kv.num_blocks)
         dtype = TORCH_DTYPES[kv.dtype]
+        if elastic is not None and driver is not None:
+            shape, split = elastic
+            pools = self.pools = ArenaPools(shape, split, driver, num_slots, kv.num_blocks)
+            self._kv_bytes = tensor_over(pools.where(KV), pools.capacity_bytes(KV), device)
+            self.slots = tensor_over(pools.where(SLOTS), pools.capacity_bytes(SLOTS), device)
+        else:
+            self._kv_bytes = _allocate("KV blocks", kv.size_bytes, "--set kv.num_tokens", device)
+            self.slots = _allocate("expert slots", num_slots * slot_stride_bytes, "--vram", device)
         # Zeros, so that no stale bit pattern is ever read as NaN.
-        self.kv_data = _allocate("KV blocks", kv.size_bytes, "--set kv.num_tokens", device).view(dtype).zero_()
-        self.slots = _allocate("expert slots", num_slots * slot_stride_bytes, "--vram", device)
+        self._kv_bytes[: self.num_blocks * kv.block_bytes].zero_()
+        self.kv_data = self._kv_bytes.view(dtype)
         self.staging = _allocate("prefill staging", staging_bytes, "--vram", device)
 
     @classmethod
@@ -49,12 +75,73 @@ class CudaArena:
             head_dim=model.head_dim,
             dtype=plan.kv_dtype,
         )
-        return cls(geometry, plan.num_slots, plan.slot_stride_bytes, plan.staging_bytes, device)
+        elastic = plan_arena(launch)
+        driver = cls._driver(elastic, device)
+        return cls(geometry, plan.num_slots, plan.slot_stride_bytes, plan.staging_bytes, device, elastic, driver)
+
+    @staticmethod
+    def _driver(elastic: tuple[ArenaShape, ArenaSplit] | None, device: torch.device) -> GranuleDriver | None:
+        if elastic is None:
+            return None
+        return open_vmm(device) if device.type == "cuda" else HostGranules(elastic[0].budget_bytes)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots there are now."""
+        return self.pools.num_slots if self.pools is not None else self._fixed[0]
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks there are now."""
+        return self.pools.num_blocks if self.pools is not None else self._fixed[1]
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of everything."""
-        return sum(t.numel() * t.element_size() for t in (self.kv_data, self.slots, self.staging))
+        """Bytes of memory."""
+        staging = self.staging.numel()
+        if self.pools is not None:
+            return self.pools.shape.budget_bytes + staging
+        return self._kv_bytes.numel() + self.slots.numel() + staging
+
+    def change(self, slot_moves: Moves, block_moves: Moves) -> None:
+        """Copy what moves (the places it goes to hold nothing), make the prepared division true, and clear the blocks
+        that are new; all on the steps' stream, awaiting nothing."""
+        pools = self.pools
+        assert pools is not None
+        pools.check_moves(slot_moves, block_moves)
+        with torch.cuda.stream(self.stream):
+            self._move(self.slots, self.slot_stride_bytes, slot_moves)
+            self._move(self._kv_bytes, self.kv.block_bytes, block_moves)
+            before = pools.num_blocks
+            pools.commit()
+            self._kv_bytes[before * self.kv.block_bytes : pools.num_blocks * self.kv.block_bytes].zero_()
+            if self.device.type == "cuda":
+                self._moved = torch.cuda.Event(blocking=True)
+                self._moved.record()
+
+    def settle(self) -> None:
+        """Wait until what ``change`` copies was read, so that its old place can go. Any thread."""
+        moved, self._moved = self._moved, None
+        if moved is not None:
+            moved.synchronize()
+
+    def _move(self, data: Tensor, stride_bytes: int, moves: Moves) -> None:
+        if moves:
+            copies = torch.tensor(moves, dtype=torch.int64) * stride_bytes + data.data_ptr()
+            move_records(copies.to(self.device), stride_bytes, _MOVE_PROGRAMS)
+
+    def warm_up(self) -> None:
+        """Compile what ``change`` launches: records are copied onto themselves."""
+        if self.pools is not None:
+            with torch.cuda.stream(self.stream):
+                self._move(self.slots, self.slot_stride_bytes, [(0, 0)])
+                self._move(self._kv_bytes, self.kv.block_bytes, [(0, 0)])
+
+    def close(self) -> None:
+        """Give granules and addresses back; nothing may use the arena any more."""
+        if self.pools is not None:
+            self.settle()
+            self.pools.granules.close()
 
     @property
     def slots_address(self) -> int:

@@ -200,6 +200,13 @@ class DeviceModel:
                 self.plane.attach(mailbox)
         self.table.clear()
 
+    def slots_changed(self, num_slots: int) -> None:
+        """Estimates of prefill go by the number of slots; nothing else does."""
+        if self.costs is not None:
+            spec = self.weights.spec
+            records = max(1, spec.num_experts * len(spec.moe_layers))
+            self.costs = replace(self.costs, resident=min(1.0, num_slots / records))
+
     def on_stream(self) -> torch.cuda.StreamContext:
         """Context in which launches go to this model's stream."""
         return torch.cuda.stream(self.stream)

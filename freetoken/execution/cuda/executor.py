@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -510,6 +510,17 @@ class CudaStepExecutor:
             if not suspects and _is_lasting(error):
                 suspects = (ActorName.GPU_EXECUTOR.value,)
         return StepFailed(plan.step_id, plan.epoch, message, suspects)
+
+    def resized(self, num_slots: int, num_blocks: int, block_moves: Sequence[tuple[int, int]]) -> None:
+        """The arena changed; no step is under way. Block tables on the device follow on the steps' stream."""
+        table = self._model.table
+        self._model.slots_changed(num_slots)
+        with self._lock, self._model.on_stream():
+            for state in self.requests.resized(num_blocks, block_moves):
+                slot = table.known_slot(state.request_id)
+                if slot is not None:
+                    table.note_blocks(slot, 0, state.blocks)
+            table.flush()
 
     def execute(self, plan: StepPlan) -> StepResult | StepFailed:
         """Both halves at once."""

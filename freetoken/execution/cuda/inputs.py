@@ -8,6 +8,7 @@ by the stream. The host side has two buffers: the one of step n - 2 is free when
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -145,6 +146,10 @@ class RequestTable:
             slot = self._slots[request_id] = self._free.pop()
         return slot
 
+    def known_slot(self, request_id: str) -> int | None:
+        """The request's slot, if it has one."""
+        return self._slots.get(request_id)
+
     def release(self, request_id: str) -> None:
         """Give the slot back; unknown ids are ignored."""
         slot = self._slots.pop(request_id, None)
@@ -157,12 +162,12 @@ class RequestTable:
             self.release(request_id)
         self.forget_notes()
 
-    def note_blocks(self, slot: int, first: int, block_ids: tuple[int, ...]) -> None:
+    def note_blocks(self, slot: int, first: int, block_ids: Sequence[int] | NDArray[np.int32]) -> None:
         """Entries ``first`` and following of the slot's block table become ``block_ids`` at the next ``flush``."""
-        if block_ids:
+        if len(block_ids):
             start = slot * self.block_tables.shape[1] + first
             self._cells.append(np.arange(start, start + len(block_ids), dtype=np.int64))
-            self._values.append(np.asarray(block_ids, dtype=np.int32))
+            self._values.append(np.array(block_ids, dtype=np.int32))
 
     def flush(self) -> None:
         """Write what was noted, on the current stream."""

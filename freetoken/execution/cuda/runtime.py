@@ -128,7 +128,7 @@ class CudaRuntime:
         return CudaCopier(driver, self._arena.device)
 
     def _prefill_costs(self) -> PrefillCosts | None:
-        spec, plan, stager = self._launch.model, self._launch.plan, self._stager
+        spec, stager = self._launch.model, self._stager
         if stager is None:
             return None
         return PrefillCosts(
@@ -136,7 +136,7 @@ class CudaRuntime:
             top_k=spec.num_experts_per_tok,
             record_bytes=stager.place_bytes,
             record_operations=6 * spec.hidden_size * spec.moe_intermediate_size,
-            resident=min(1.0, plan.num_slots / max(1, spec.num_experts * len(spec.moe_layers))),
+            resident=min(1.0, self._arena.num_slots / max(1, spec.num_experts * len(spec.moe_layers))),
             fetch_fraction=self._launch.config.experts.fetch_fraction,
         )
 
@@ -176,6 +176,9 @@ class CudaRuntime:
         """Upload the weights, compile kernels and capture graphs, against a mailbox that nobody serves. Raises
         ``CapacityError`` when device memory is short."""
         self._model = self._upload()
+        self._arena.stream = self._model.stream
+        if capture:
+            self._arena.warm_up()
         if self._plane is not None:
             geometry = plan_mailbox(self._launch)
             segment = SharedSegment.create("freetoken-warm-up", Mailbox.required_bytes(*geometry))
@@ -196,7 +199,7 @@ class CudaRuntime:
             )
         limits = StepLimits(
             block_size=plan.kv_block_size,
-            num_blocks=plan.num_kv_blocks,
+            num_blocks=self._arena.num_blocks,
             max_context_tokens=plan.max_context_tokens,
             max_batch_tokens=plan.max_batch_tokens,
             seed_tail_tokens=config.experts.seed_tail_tokens,

@@ -18,6 +18,7 @@ from the store through PCIe, with any grid. Exact.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -221,3 +222,9 @@ def copy_records(plan: DevicePlan, copies: Tensor, size_bytes: int, grid: int) -
     """Make the copies that ``await_placed_plan`` asks for. Records have ``size_bytes`` bytes: a multiple of 4, for wide
     loads of 64."""
     _copy_kernel[(grid,)](plan.counts, copies, size_bytes // 4, BLOCK=4096, num_warps=8)
+
+
+def move_records(copies: Tensor, size_bytes: int, grid: int) -> None:
+    """``copies`` int64 [N, 2]: addresses to copy ``size_bytes`` (a multiple of 4) from and to, none of them twice."""
+    count = torch.full((1,), len(copies), dtype=torch.int32, device=copies.device)
+    _copy_kernel[(grid,)](count, copies, size_bytes // 4, BLOCK=4096, num_warps=8)

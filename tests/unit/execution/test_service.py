@@ -230,7 +230,7 @@ async def test_a_pause_ends_everything_and_the_next_epoch_works(directory: Path)
             answered = {m.step_id for m in group.received if isinstance(m, (StepResult, StepFailed))}
             assert dropped not in answered
         arenas = group.of(ArenaReady)
-        assert [arena.epoch for arena in arenas] == [1, 2, 3, 4]
+        assert sorted({arena.epoch for arena in arenas}) == [1, 2, 3, 4]
         assert len({arena.arena_id for arena in arenas}) == 1
         assert (arenas[0].num_slots, arenas[0].num_kv_blocks) == (20, 64)
         close_fds(group.fds)

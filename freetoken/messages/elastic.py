@@ -1,0 +1,92 @@
+"""Moving memory between the arena's pools: a change of capacities that all owners of tables take part in.
+
+Each actor keeps its tables as they are until the device has copied what moves (``ArenaResized``), so a change that ends
+anywhere before has never happened. ``resize_id`` names one change and is not reused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from freetoken.messages.kv import KVStats
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeArena:
+    """Controller -> GpuExecutor: divide the arena like this (granules)."""
+
+    epoch: int
+    resize_id: int
+    slot_granules: int
+    kv_granules: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaPrepared:
+    """GpuExecutor -> Scheduler: the memory is mapped where it will be used, the old division still serves. Capacities
+    after the change; the change needs a moment without steps."""
+
+    epoch: int
+    resize_id: int
+    num_slots: int
+    num_kv_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class VacatePool:
+    """Scheduler -> ExpertCache (slots) and KVAllocator (blocks): no step runs or is planned. Say what has to move so
+    that all records lie below ``capacity``, and wait for ``ArenaResized``."""
+
+    epoch: int
+    resize_id: int
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolVacated:
+    """ExpertCache, KVAllocator -> GpuExecutor: the records to be copied, as two lists of places. ``refusal`` when it is
+    not possible, with the reason. ``evicted``: records that go."""
+
+    epoch: int
+    resize_id: int
+    sender: str
+    moved_from: tuple[int, ...] = ()
+    moved_to: tuple[int, ...] = ()
+    evicted: int = 0
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaResized:
+    """GpuExecutor -> ExpertCache, KVAllocator, Controller: the change was made, or (``failure``) it was not and all is
+    as before. Capacities as they are now."""
+
+    epoch: int
+    resize_id: int
+    num_slots: int
+    num_kv_blocks: int
+    failure: str = ""
+    moved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeApplied:
+    """ExpertCache, KVAllocator -> Scheduler: its table is true to the arena again. From KVAllocator: where blocks went
+    (none when the change failed), and its figures."""
+
+    epoch: int
+    resize_id: int
+    sender: str
+    moved_from: tuple[int, ...] = ()
+    moved_to: tuple[int, ...] = ()
+    stats: KVStats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksShort:
+    """Scheduler -> Controller, at most every 250 ms: so many requests wait for KV blocks while there is a place for
+    them, and together lack so many blocks."""
+
+    epoch: int
+    num_requests: int
+    num_blocks: int
