@@ -17,7 +17,7 @@ from freetoken.engine.build import create_service
 from freetoken.engine.controller import ControllerService
 from freetoken.engine.runtime import Overview
 from freetoken.launch_spec import LaunchSpec
-from freetoken.messages import ActorName, ActorStatus, HealthView
+from freetoken.messages import ActorName, ActorStatus, ElasticView, HealthView, RebalanceRecord, RebalanceWish
 from freetoken.service import Service
 
 log = logging.getLogger(__name__)
@@ -61,6 +61,12 @@ class Controller(ActorShell):
 
     async def health(self) -> HealthView:
         return await self.service.health()
+
+    async def rebalance(self, wish: RebalanceWish) -> RebalanceRecord:
+        return await self.service.rebalance(wish)
+
+    async def elastic(self) -> ElasticView:
+        return await self.service.elastic()
 
     async def overview(self, max_age_s: float = 0.0) -> Overview:
         return await self.service.overview(max_age_s)

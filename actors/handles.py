@@ -13,7 +13,15 @@ from actors.shell import ActorInfo
 from freetoken.engine.lifecycle import Progress, Restarts
 from freetoken.engine.runtime import Overview
 from freetoken.errors import PeerLostError
-from freetoken.messages import ActorName, ActorStatus, HealthView, Wiring
+from freetoken.messages import (
+    ActorName,
+    ActorStatus,
+    ElasticView,
+    HealthView,
+    RebalanceRecord,
+    RebalanceWish,
+    Wiring,
+)
 
 
 def describe_death(error: BaseException) -> str:
@@ -107,6 +115,16 @@ class ControllerClient:
     async def health(self) -> HealthView:
         """How the engine is."""
         result: HealthView = await answer(ActorName.CONTROLLER, self.actor.health.remote())
+        return result
+
+    async def rebalance(self, wish: RebalanceWish) -> RebalanceRecord:
+        """Divide the arena anew."""
+        result: RebalanceRecord = await answer(ActorName.CONTROLLER, self.actor.rebalance.remote(wish))
+        return result
+
+    async def elastic(self) -> ElasticView:
+        """How memory moves between slots and KV."""
+        result: ElasticView = await answer(ActorName.CONTROLLER, self.actor.elastic.remote())
         return result
 
     async def overview(self, max_age_s: float = 0.0) -> Overview:

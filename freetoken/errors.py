@@ -40,3 +40,7 @@ class PeerLostError(FreeTokenError):
 
 class StepAbortedError(FreeTokenError):
     """The running step was abandoned (a data-plane word was late or the epoch changed)."""
+
+
+class RebalanceBusyError(FreeTokenError):
+    """Memory cannot be moved now: a change is under way, or the engine does not serve. Try again."""

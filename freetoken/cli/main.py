@@ -16,6 +16,7 @@ COMMANDS = {
     "stop": "stop the running engine",
     "plan": "show how a model would be laid out in memory, and what speed to expect",
     "bench": "measure what this machine delivers for a model",
+    "cache": "show or change how memory is divided between experts and KV",
     "convert": "convert a checkpoint into the FTW format",
     "verify": "check every checksum of an FTW checkpoint",
     "synth": "make a checkpoint of random weights with the dimensions of a real model",

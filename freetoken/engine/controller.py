@@ -11,11 +11,22 @@ from freetoken.engine.host import ActorHost
 from freetoken.engine.lifecycle import ServiceRunner
 from freetoken.engine.members import SupervisionPolicy
 from freetoken.engine.phases import Phase
+from freetoken.engine.rebalancer import Rebalancer
 from freetoken.engine.runtime import Overview
 from freetoken.engine.supervisor import Supervisor
 from freetoken.errors import FreeTokenError
 from freetoken.launch_spec import LaunchSpec
-from freetoken.messages import ActorName, ActorsSuspected, ActorStatus, HealthView, StepReport, StoreShared
+from freetoken.messages import (
+    ActorName,
+    ActorsSuspected,
+    ActorStatus,
+    ElasticView,
+    HealthView,
+    RebalanceRecord,
+    RebalanceWish,
+    StepReport,
+    StoreShared,
+)
 from freetoken.service import Service
 from freetoken.transport.base import BaseEndpoint
 
@@ -41,6 +52,9 @@ class ControllerService(Service):
             self._spec_for,
             own_holds_store=lambda: self.holds_store,
         )
+        self.rebalancer = Rebalancer(
+            spec, endpoint, lambda: self.epoch, self.supervisor.actors, lambda: self.supervisor.phase is Phase.READY
+        )
         endpoint.on(StoreShared, self._on_store)
         endpoint.on(StepReport, self._on_report)
         endpoint.on(ActorsSuspected, self._on_suspected)
@@ -59,9 +73,11 @@ class ControllerService(Service):
     def start(self, adopt: bool = False) -> None:
         """Create, load, wire and resume everybody, in the background; or take over what an earlier Controller left."""
         self.supervisor.start(adopt)
+        self.rebalancer.start()
 
     async def stop(self) -> None:
         """Close the others in order, then this service."""
+        await self.rebalancer.close()
         await self.supervisor.stop()
         await self.close()
 
@@ -72,6 +88,19 @@ class ControllerService(Service):
     async def health(self) -> HealthView:
         """How the engine is."""
         return self.supervisor.health()
+
+    async def rebalance(self, wish: RebalanceWish) -> RebalanceRecord:
+        """See ``Rebalancer.rebalance``."""
+        return await self.rebalancer.rebalance(wish)
+
+    async def elastic(self) -> ElasticView:
+        """How memory moves between slots and KV."""
+        return self.rebalancer.view()
+
+    async def pause(self, reason: str) -> None:
+        """The epoch is over."""
+        await super().pause(reason)
+        self.rebalancer.epoch_ended()
 
     async def overview(self, max_age_s: float = 0.0) -> Overview:
         """Everything a launcher shows; actors' figures may be ``max_age_s`` old."""
@@ -89,6 +118,7 @@ class ControllerService(Service):
             "ready": float(self.supervisor.phase is Phase.READY),
             "store_held": float(self.holds_store),
             "step_reports_total": float(self._reports_total),
+            **self.rebalancer.metrics(),
             **self.endpoint.counters(),
         }
 
@@ -100,6 +130,7 @@ class ControllerService(Service):
 
     async def close(self) -> None:
         """Let go of the store and close the endpoint."""
+        await self.rebalancer.close()
         self.drop_store()
         await super().close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any, ClassVar
 
 from freetoken.errors import PeerLostError
@@ -26,6 +27,31 @@ from freetoken.transport import Endpoint
 logger = logging.getLogger(__name__)
 
 
+class PeakHeld:
+    """Most blocks held by requests within the last 15 to 30 seconds."""
+
+    WINDOW_S = 15.0
+
+    def __init__(self) -> None:
+        self._since_s = 0.0
+        self._now = self._before = 0
+
+    def add(self, num_blocks: int, now_s: float) -> None:
+        """So many are held now."""
+        self._turn(now_s)
+        self._now = max(self._now, num_blocks)
+
+    def value(self, now_s: float) -> int:
+        """The peak."""
+        self._turn(now_s)
+        return max(self._now, self._before)
+
+    def _turn(self, now_s: float) -> None:
+        if now_s - self._since_s >= self.WINDOW_S:
+            self._before = self._now if now_s - self._since_s < 2 * self.WINDOW_S else 0
+            self._now, self._since_s = 0, now_s
+
+
 class KVAllocatorService(Service):
     """Owns the block table and the prefix tree; the KV bytes belong to GpuExecutor's arena.
 
@@ -41,6 +67,7 @@ class KVAllocatorService(Service):
         self._arena: asyncio.Future[ArenaReady] | None = None
         # A change of capacity between VacatePool and ArenaResized; None for one that was refused.
         self._resize: tuple[int, BlockResize | None] | None = None
+        self._peak = PeakHeld()
         self._reservations_total = 0
         self._exhausted_total = 0
         endpoint.on(ArenaReady, self._on_arena_ready)
@@ -78,6 +105,7 @@ class KVAllocatorService(Service):
             "free_blocks": float(stats.free_blocks),
             "cached_blocks": float(stats.cached_blocks),
             "held_blocks": float(stats.total_blocks - stats.free_blocks - stats.cached_blocks),
+            "peak_held_blocks": float(self._peak.value(time.monotonic())),
             "block_size_tokens": float(stats.block_size),
             "requests": float(self.allocator.num_requests),
             "evicted_blocks_total": float(stats.evicted_blocks_total),
@@ -140,6 +168,8 @@ class KVAllocatorService(Service):
             return
         reply: BlocksReserved = self.allocator.apply(message)
         self._reservations_total += 1
+        stats = reply.stats
+        self._peak.add(stats.total_blocks - stats.free_blocks - stats.cached_blocks, time.monotonic())
         self._exhausted_total += len(reply.exhausted)
         self._send(ActorName.SCHEDULER, reply)
 

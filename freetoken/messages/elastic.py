@@ -90,3 +90,46 @@ class BlocksShort:
     epoch: int
     num_requests: int
     num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class RebalanceWish:
+    """ApiFront -> Controller (a call): exactly one of KV for at least so many tokens, slots of at most so many bytes,
+    and ``auto``: whatever is worth most."""
+
+    kv_tokens: int | None = None
+    expert_bytes: int | None = None
+    auto: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RebalanceRecord:
+    """One decision and what became of it. ``outcome`` is "done", "unchanged", or why it failed (all is as before then).
+    ``slot_ms_per_s`` and ``kv_ms_per_s``: what one more granule on that side was estimated to save."""
+
+    time_s: float
+    trigger: str
+    reason: str
+    outcome: str
+    slots_before: int
+    slots_after: int
+    kv_tokens_before: int
+    kv_tokens_after: int
+    slot_ms_per_s: float = 0.0
+    kv_ms_per_s: float = 0.0
+    moved_bytes: int = 0
+    duration_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticView:
+    """The Controller's account of moving memory; decisions newest first. ``idle_reason``: why the last look changed
+    nothing."""
+
+    elastic: bool
+    auto: bool
+    busy: bool
+    granule_bytes: int
+    granules: int
+    decisions: tuple[RebalanceRecord, ...] = ()
+    idle_reason: str = ""

@@ -15,6 +15,7 @@ import orjson
 from aiohttp import web
 
 from freetoken.messages import HealthState
+from freetoken.serving.cache_control import rebalance
 from freetoken.serving.chat import chat_completions
 from freetoken.serving.completions import completions
 from freetoken.serving.context import CONTEXT, FrontContext
@@ -95,6 +96,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/v1/models/{id:.+}", model),
     ("GET", "/v1/actors", actors),
     ("GET", "/v1/cache/status", cache_status),
+    ("POST", "/v1/cache/rebalance", rebalance),
     ("GET", "/health", health),
     ("GET", "/metrics", metrics),
 )

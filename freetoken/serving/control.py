@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from freetoken.messages import ActorStatus, HealthView
+from freetoken.messages import ActorStatus, ElasticView, HealthView, RebalanceRecord, RebalanceWish
 
 
 class Control(Protocol):
@@ -16,4 +16,12 @@ class Control(Protocol):
 
     async def health(self) -> HealthView:
         """How the engine is."""
+        ...
+
+    async def rebalance(self, wish: RebalanceWish) -> RebalanceRecord:
+        """Divide the arena anew. Raises ``RebalanceBusyError`` and ``CapacityError``."""
+        ...
+
+    async def elastic(self) -> ElasticView:
+        """How memory moves between slots and KV."""
         ...

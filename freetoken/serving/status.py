@@ -6,11 +6,22 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Generic, TypeVar
 
+from freetoken.errors import FreeTokenError
 from freetoken.launch_spec import LaunchSpec
-from freetoken.messages import ActorName, ActorState, ActorStatus, HealthState, HealthView
+from freetoken.messages import (
+    ActorName,
+    ActorState,
+    ActorStatus,
+    ElasticView,
+    HealthState,
+    HealthView,
+    RebalanceRecord,
+    RebalanceWish,
+)
+from freetoken.quant.record import DTYPE_BYTES
 from freetoken.serving.control import Control
 
 logger = logging.getLogger(__name__)
@@ -30,6 +41,10 @@ class _Cached(Generic[T]):
         self._answer: T | None = None
         self._answered_s = -FRESH_S
         self._lock = asyncio.Lock()
+
+    def forget(self) -> None:
+        """What was answered is no longer so."""
+        self._answer = None
 
     async def get(self) -> T:
         """The answer; raises what the question raised, or ``TimeoutError``."""
@@ -62,6 +77,7 @@ class EngineView:
         self._busy_since_s = busy_since_s
         self._steps = -1.0
         self._step_seen_s = 0.0
+        self._control = control
         self._actors = None if control is None else _Cached(control.actors)
         self._health = None if control is None else _Cached(control.health)
 
@@ -145,6 +161,7 @@ class EngineView:
         kv = _metrics_of(actors, ActorName.KV_ALLOCATOR)
         queried = kv.get("query_tokens_total", 0.0)
         plan = self._spec.plan
+        blocks = kv.get("blocks", float(plan.num_kv_blocks))
         return {
             "object": "cache.status",
             "plan": {
@@ -152,6 +169,7 @@ class EngineView:
                 "slot_stride_bytes": plan.slot_stride_bytes,
                 "num_kv_blocks": plan.num_kv_blocks,
                 "kv_block_size": plan.kv_block_size,
+                "kv_block_bytes": plan.kv_block_size * self._spec.model.kv_bytes_per_token(DTYPE_BYTES[plan.kv_dtype]),
                 "kv_dtype": plan.kv_dtype,
                 "kv_capacity_tokens": plan.kv_capacity_tokens,
                 "max_context_tokens": plan.max_context_tokens,
@@ -160,18 +178,40 @@ class EngineView:
                 "workspace_bytes": plan.workspace_bytes,
             },
             "experts": {
-                "capacity": plan.num_slots,
+                "capacity": experts.get("slots", float(plan.num_slots)),
                 "resident": experts.get("resident_slots"),
                 **experts,
                 "hit_rate": uses["hits"] / total if total else None,
             },
             "kv": {
-                "capacity_tokens": plan.kv_capacity_tokens,
+                "capacity_tokens": int(blocks) * plan.kv_block_size,
                 **kv,
                 "hit_rate": kv.get("hit_tokens_total", 0.0) / queried if queried else None,
             },
+            "elastic": elastic_json(await self._elastic()),
             "store": {"store_bytes": plan.store_bytes, **_metrics_of(actors, ActorName.WEIGHT_STREAMER)},
         }
+
+    async def _elastic(self) -> ElasticView:
+        nothing = ElasticView(elastic=False, auto=False, busy=False, granule_bytes=0, granules=0)
+        if self._control is None:
+            return nothing
+        try:
+            return await asyncio.wait_for(self._control.elastic(), CONTROL_TIMEOUT_S)
+        except Exception as error:
+            logger.warning("event=control_unreachable question=elastic error=%r", str(error))
+            return nothing
+
+    async def rebalance(self, wish: RebalanceWish) -> RebalanceRecord:
+        """Divide the arena anew; raises what ``Control.rebalance`` does, and ``FreeTokenError`` without a
+        Controller."""
+        if self._control is None:
+            raise FreeTokenError("there is none")
+        try:
+            return await self._control.rebalance(wish)
+        finally:
+            if self._actors is not None:
+                self._actors.forget()
 
 
 def _metrics_of(actors: list[ActorStatus], name: ActorName) -> dict[str, float]:
@@ -193,3 +233,24 @@ def actor_json(actor: ActorStatus) -> dict[str, Any]:
         "detail": actor.detail,
         "metrics": actor.metrics,
     }
+
+
+def decision_json(record: RebalanceRecord) -> dict[str, Any]:
+    """One decision."""
+    return {
+        "time": record.time_s,
+        "trigger": record.trigger,
+        "reason": record.reason,
+        "outcome": record.outcome,
+        "slots": {"before": record.slots_before, "after": record.slots_after},
+        "kv_tokens": {"before": record.kv_tokens_before, "after": record.kv_tokens_after},
+        "slot_ms_per_s": record.slot_ms_per_s,
+        "kv_ms_per_s": record.kv_ms_per_s,
+        "moved_bytes": record.moved_bytes,
+        "duration_ms": round(record.duration_ms, 3),
+    }
+
+
+def elastic_json(view: ElasticView) -> dict[str, Any]:
+    """The part ``elastic`` of /v1/cache/status."""
+    return {**asdict(view), "decisions": [decision_json(record) for record in view.decisions]}

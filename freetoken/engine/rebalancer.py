@@ -1,0 +1,300 @@
+"""Decides how the arena's memory is divided, and has it divided anew. One change at a time.
+
+A change itself is a matter of GpuExecutor, Scheduler and the owners of tables (see ``messages/elastic.py``); the
+Controller only wishes, and may die at any moment of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from freetoken.costs import assumed_costs
+from freetoken.elastic.arena_shape import ArenaShape, ArenaSplit, plan_arena
+from freetoken.elastic.rebalance import ElasticDecision, ElasticFigures, ElasticPolicy, plan_auto, plan_rebalance
+from freetoken.errors import CapacityError, PeerLostError, RebalanceBusyError
+from freetoken.launch_spec import LaunchSpec
+from freetoken.messages import (
+    ActorName,
+    ActorStatus,
+    ArenaResized,
+    BlocksShort,
+    ElasticView,
+    RebalanceRecord,
+    RebalanceWish,
+    ResizeArena,
+)
+from freetoken.transport import Endpoint
+
+logger = logging.getLogger(__name__)
+
+HISTORY = 16
+PRESSURE_PAUSE_S = 1.0
+"""Between changes for lack of blocks."""
+
+Metrics = Mapping[str, float]
+
+
+class Rebalancer:
+    """``ask`` gets every actor's status, not older than so many seconds; ``is_ready`` whether the engine serves."""
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        endpoint: Endpoint,
+        epoch: Callable[[], int],
+        ask: Callable[[float], Awaitable[Sequence[ActorStatus]]],
+        is_ready: Callable[[], bool],
+    ) -> None:
+        self._spec = spec
+        self._endpoint = endpoint
+        self._epoch = epoch
+        self._ask = ask
+        self._is_ready = is_ready
+        arena = plan_arena(spec)
+        self.shape: ArenaShape | None = arena[0] if arena is not None else None
+        self._policy = ElasticPolicy(advantage=spec.config.elastic.advantage)
+        self._history: deque[RebalanceRecord] = deque(maxlen=HISTORY)
+        self._busy = False
+        self._answer: asyncio.Future[ArenaResized] | None = None
+        self._resize_id = 0
+        self._changed_s = -1e9
+        self._short: tuple[float, BlocksShort] | None = None
+        self._before: tuple[float, dict[ActorName, Metrics]] | None = None
+        self._loop: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._counts = {"decisions": 0, "kv_pressure": 0, "idle_kv": 0, "request": 0, "failed": 0}
+        self._last_idle_reason = ""
+        endpoint.on(ArenaResized, self._on_resized)
+        endpoint.on(BlocksShort, self._on_short)
+
+    # ------------------------------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Begin deciding, if that is wanted."""
+        if self.shape is not None and self._spec.config.elastic.auto and self._loop is None:
+            self._loop = asyncio.ensure_future(self._run())
+
+    async def close(self) -> None:
+        """Stop deciding."""
+        tasks = [*self._tasks, *([self._loop] if self._loop is not None else [])]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def epoch_ended(self) -> None:
+        """What is under way will not be answered. Whether it was made shows in GpuExecutor's figures."""
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(PeerLostError("the group", "a new epoch began before the change was answered"))
+        self._short = self._before = None
+
+    # ------------------------------------------------------------------------------------------ wishes
+
+    async def rebalance(self, wish: RebalanceWish) -> RebalanceRecord:
+        """Do what an operator asks for. Raises ``RebalanceBusyError`` while a change is under way, and
+        ``CapacityError`` for what is not possible, with the value that would be."""
+        if self.shape is None:
+            raise CapacityError(
+                "expert slots and KV share no memory that could be moved: it takes a --vram budget and elastic.enabled"
+            )
+        if not self._is_ready():
+            raise RebalanceBusyError("the engine is not ready")
+        with self._only_one():
+            metrics = self._metrics(await self._ask(0.0))
+            current = self._current(metrics)
+            if wish.auto:
+                decision = plan_auto(self.shape, current, self._figures(metrics), self._policy)
+                self._counts["decisions"] += 1
+                decision = dataclasses.replace(decision, trigger="request")
+            else:
+                split = plan_rebalance(
+                    self.shape,
+                    current,
+                    held_blocks=int(metrics[ActorName.KV_ALLOCATOR].get("held_blocks", 0)),
+                    kv_tokens=wish.kv_tokens,
+                    expert_bytes=wish.expert_bytes,
+                )
+                asked = (
+                    f"kv_tokens={wish.kv_tokens}" if wish.kv_tokens is not None else f"expert_bytes={wish.expert_bytes}"
+                )
+                decision = ElasticDecision(split, "request", f"an operator asked for {asked}")
+            return await self._change(current, decision)
+
+    def view(self) -> ElasticView:
+        """Whether memory can move, whether it is moving, and the last decisions, newest first."""
+        return ElasticView(
+            elastic=self.shape is not None,
+            auto=self._loop is not None,
+            busy=self._busy,
+            granule_bytes=self.shape.granule_bytes if self.shape is not None else 0,
+            granules=self.shape.num_granules if self.shape is not None else 0,
+            decisions=tuple(reversed(self._history)),
+            idle_reason=self._last_idle_reason,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Decisions and changes, by what called for them."""
+        counts = self._counts
+        return {
+            "rebalance_decisions_total": float(counts["decisions"]),
+            **{f"rebalances_{name}_total": float(counts[name]) for name in ("kv_pressure", "idle_kv", "request")},
+            "rebalances_failed_total": float(counts["failed"]),
+            "rebalance_busy": float(self._busy),
+        }
+
+    # ------------------------------------------------------------------------------------------ decisions
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._spec.config.elastic.interval_s)
+            await self._decide()
+
+    def _on_short(self, message: BlocksShort, fds: tuple[int, ...]) -> None:
+        self._short = (time.monotonic(), message)
+        if self._loop is not None and not self._busy and time.monotonic() - self._changed_s >= PRESSURE_PAUSE_S:
+            task: asyncio.Task[object] = asyncio.ensure_future(self._decide())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _decide(self) -> None:
+        if self._busy or self.shape is None or not self._is_ready():
+            return
+        with self._only_one():
+            try:
+                metrics = self._metrics(await self._ask(1.0))
+                current = self._current(metrics)
+                decision = plan_auto(self.shape, current, self._figures(metrics), self._policy)
+                self._counts["decisions"] += 1
+                shrinks = decision.split.kv_granules < current.kv_granules
+                if decision.split == current:
+                    self._last_idle_reason = decision.reason
+                elif not shrinks or time.monotonic() - self._changed_s >= self._spec.config.elastic.cooldown_s:
+                    await self._change(current, decision)
+            except (CapacityError, KeyError) as error:  # an actor has no figures: it is being replaced
+                logger.info("event=no_decision why=%r", str(error))
+            except Exception:
+                logger.exception("event=decision_failed")
+
+    def _figures(self, metrics: Mapping[ActorName, Metrics]) -> ElasticFigures:
+        now_s = time.monotonic()
+        before, self._before = self._before, (now_s, dict(metrics))
+        elapsed_s = max(now_s - before[0], 1e-3) if before is not None else 1.0
+        old = before[1] if before is not None else metrics
+
+        def rate(name: ActorName, key: str) -> float:
+            return max(0.0, metrics[name].get(key, 0.0) - old[name].get(key, 0.0)) / elapsed_s
+
+        experts, kv = metrics[ActorName.EXPERT_CACHE], metrics[ActorName.KV_ALLOCATOR]
+        short = self._short[1] if self._short is not None and now_s - self._short[0] < 1.0 else None
+        tokens_per_s = rate(ActorName.GPU_EXECUTOR, "tokens_total")
+        busy_ms_per_s = 1e3 * rate(ActorName.GPU_EXECUTOR, "busy_seconds_total")
+        return ElasticFigures(
+            hit_less=experts.get("hit_estimate_less", 0.0),
+            hit_now=experts.get("hit_estimate", 0.0),
+            hit_more=experts.get("hit_estimate_more", 0.0),
+            uses_per_s=sum(rate(ActorName.EXPERT_CACHE, f"{kind}_total") for kind in ("hits", "fetches", "cpu")),
+            miss_ms=self._miss_ms(experts),
+            waiting_requests=float(short.num_requests) if short is not None else 0.0,
+            starved_blocks=short.num_blocks if short is not None else 0,
+            recomputed_tokens_per_s=rate(ActorName.SCHEDULER, "recomputed_tokens_total"),
+            cached_hit_tokens_per_s=rate(ActorName.KV_ALLOCATOR, "hit_tokens_total"),
+            prefill_ms_per_token=busy_ms_per_s / tokens_per_s if tokens_per_s else 0.0,
+            peak_held_blocks=int(max(kv.get("peak_held_blocks", 0.0), kv.get("held_blocks", 0.0))),
+        )
+
+    def _miss_ms(self, experts: Metrics) -> float:
+        """What one miss costs: its bytes at the rate at which the device gets records, as measured or assumed."""
+        fallback = assumed_costs(self._spec.config.device).fetch.gbps
+        gbps = experts.get("split_fetch_gbps", 0.0) or fallback
+        return self._spec.plan.slot_stride_bytes / (gbps * 1e6)
+
+    @staticmethod
+    def _metrics(statuses: Sequence[ActorStatus]) -> dict[ActorName, Metrics]:
+        return {status.name: status.metrics for status in statuses}
+
+    def _current(self, metrics: Mapping[ActorName, Metrics]) -> ArenaSplit:
+        device = metrics[ActorName.GPU_EXECUTOR]
+        if not device.get("elastic"):
+            raise CapacityError("GpuExecutor's arena is not elastic: the driver cannot map memory in pieces")
+        return ArenaSplit(int(device["slot_granules"]), int(device["kv_granules"]))
+
+    # ------------------------------------------------------------------------------------------ changes
+
+    def _only_one(self) -> _Busy:
+        if self._busy:
+            raise RebalanceBusyError("a rebalance is under way; try again when it has ended")
+        return _Busy(self)
+
+    async def _change(self, current: ArenaSplit, decision: ElasticDecision) -> RebalanceRecord:
+        shape = self.shape
+        assert shape is not None
+        split, begun_s = decision.split, time.monotonic()
+        outcome, moved_bytes = "unchanged", 0
+        if split != current:
+            outcome, moved_bytes = await self._resize(split)
+        after = split if outcome == "done" else current
+        record = RebalanceRecord(
+            time_s=time.time(),
+            trigger=decision.trigger,
+            reason=decision.reason,
+            outcome=outcome,
+            slots_before=shape.slots_in(current.slot_granules),
+            slots_after=shape.slots_in(after.slot_granules),
+            kv_tokens_before=shape.blocks_in(current.kv_granules) * shape.block_size,
+            kv_tokens_after=shape.blocks_in(after.kv_granules) * shape.block_size,
+            slot_ms_per_s=decision.slot_ms_per_s,
+            kv_ms_per_s=decision.kv_ms_per_s,
+            moved_bytes=moved_bytes,
+            duration_ms=(time.monotonic() - begun_s) * 1e3,
+        )
+        self._history.append(record)
+        if split != current:
+            self._changed_s = time.monotonic()
+            self._counts[decision.trigger if outcome == "done" else "failed"] += 1
+        logger.info(
+            "event=rebalance trigger=%s outcome=%r slots=%d->%d kv_tokens=%d->%d moved_bytes=%d ms=%.1f reason=%r",
+            record.trigger, outcome, record.slots_before, record.slots_after, record.kv_tokens_before,
+            record.kv_tokens_after, moved_bytes, record.duration_ms, record.reason,
+        )  # fmt: skip
+        return record
+
+    async def _resize(self, split: ArenaSplit) -> tuple[str, int]:
+        """ "done", or why not; bytes copied."""
+        self._resize_id = max(self._resize_id + 1, time.time_ns())
+        answer = self._answer = asyncio.get_running_loop().create_future()
+        limit_s = 2 * self._spec.config.scheduler.step_timeout_s
+        try:
+            self._endpoint.send(
+                ActorName.GPU_EXECUTOR,
+                ResizeArena(self._epoch(), self._resize_id, split.slot_granules, split.kv_granules),
+            )
+            resized = await asyncio.wait_for(answer, limit_s)
+        except PeerLostError as error:
+            return str(error), 0
+        except asyncio.TimeoutError:
+            return f"no answer within {limit_s:g} s", 0
+        finally:
+            self._answer = None
+        return resized.failure or "done", resized.moved_bytes
+
+    def _on_resized(self, message: ArenaResized, fds: tuple[int, ...]) -> None:
+        if self._answer is not None and not self._answer.done() and message.resize_id == self._resize_id:
+            self._answer.set_result(message)
+
+
+class _Busy:
+    """Context in which no other change begins."""
+
+    def __init__(self, owner: Rebalancer) -> None:
+        self._owner = owner
+
+    def __enter__(self) -> None:
+        self._owner._busy = True
+
+    def __exit__(self, *details: object) -> None:
+        self._owner._busy = False

@@ -1,0 +1,252 @@
+"""A whole engine in this process on a tiny model: streams go on through any number of rebalances, bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+
+from freetoken.checkpoint.convert import ConvertOptions, convert
+from freetoken.engine.local import LocalRuntime
+from freetoken.engine.phases import Phase
+from freetoken.engine.prepare import prepare_launch
+from freetoken.errors import CapacityError, FreeTokenError
+from freetoken.launch_spec import LaunchSpec
+from freetoken.messages import ActorName, RebalanceWish
+from freetoken.testing.tiny_models import write_tiny_checkpoint
+from freetoken.testing.waiting import until
+
+BUDGET = "5.9MiB"
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = write_tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("tiny") / "qwen3_moe")
+    target = tmp_path_factory.mktemp("ftw") / "qwen3_moe"
+    convert(source, target, ConvertOptions())
+    return target
+
+
+class Engine:
+    """The runtime, its services, and an HTTP client of it."""
+
+    def __init__(self, runtime: LocalRuntime, session: aiohttp.ClientSession, url: str) -> None:
+        self.runtime = runtime
+        self.session = session
+        self.url = url
+
+    def service(self, name: ActorName) -> Any:
+        handle = self.runtime.controller.supervisor._others[name].handle
+        assert handle is not None
+        return handle.service  # type: ignore[attr-defined]
+
+    async def complete(self, prompt: list[int], max_tokens: int) -> tuple[str, Any]:
+        """The text and every token's log-probability, which differ where one bit of a logit does."""
+        body = {
+            "model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+            "logprobs": 1,
+        }  # fmt: skip
+        async with self.session.post(self.url + "/v1/completions", json=body) as response:
+            answer = await response.json()
+            assert response.status == 200, answer
+            choice = answer["choices"][0]
+            assert len(choice["logprobs"]["token_logprobs"]) == max_tokens
+            return choice["text"], choice["logprobs"]
+
+    async def post(self, body: Any) -> tuple[int, Any]:
+        async with self.session.post(self.url + "/v1/cache/rebalance", json=body) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str) -> Any:
+        async with self.session.get(self.url + path) as response:
+            return await response.json()
+
+    def check(self) -> None:
+        """Tables, capacities and memory agree, and stay within the budget."""
+        cache, kv, device = (
+            self.service(name) for name in (ActorName.EXPERT_CACHE, ActorName.KV_ALLOCATOR, ActorName.GPU_EXECUTOR)
+        )
+        arena = device._arena
+        kv.allocator.check_integrity()
+        arena.pools.granules.check_integrity()
+        assert cache.slots.num_slots == arena.num_slots
+        assert kv.allocator.stats().total_blocks == arena.num_blocks
+        shape = arena.pools.shape
+        used = arena.num_slots * shape.slot_stride_bytes + arena.num_blocks * shape.block_bytes
+        assert used <= arena.pools.split.total * shape.granule_bytes <= shape.budget_bytes
+        counters = cache._server.counters()
+        assert counters["resident"] + counters["in_flight"] <= arena.num_slots
+
+
+def launch(checkpoint: Path, **overrides: Any) -> LaunchSpec:
+    settings: dict[str, Any] = {
+        "device": "cpu", "vram": BUDGET, "deterministic": True, "max_context_tokens": 512,
+        "served_model_name": "tiny", "runtime": "local",
+        "server": {"port": 0}, "kv": {"num_tokens": 1536}, "elastic": {"auto": False},
+        "scheduler": {"max_num_batched_tokens": 96, "prefill_chunk_tokens": 32},
+        "executor": {"cpu_threads": 1, "device_threads": 1, "pin": False},
+    }  # fmt: skip
+    return prepare_launch(str(checkpoint), overrides={**settings, **overrides}, environment={})
+
+
+@asynccontextmanager
+async def running(spec: LaunchSpec) -> AsyncIterator[Engine]:
+    runtime = LocalRuntime(spec)
+    await runtime.start()
+    try:
+        await until(lambda: runtime.controller.supervisor.phase in (Phase.READY, Phase.FAILED), 60.0)
+        overview = await runtime.overview()
+        assert overview.phase is Phase.READY, overview.failure
+        async with aiohttp.ClientSession() as session:
+            yield Engine(runtime, session, overview.url)
+    finally:
+        await runtime.stop()
+
+
+PROMPTS = [
+    [(7 * i + 3 * j) % 500 + 5 for j in range(length)] for i, length in enumerate((1, 15, 16, 17, 33, 60, 90, 5))
+]
+
+
+async def test_8_streams_and_a_long_one_go_on_through_100_rebalances(checkpoint: Path) -> None:
+    spec = launch(checkpoint)
+    async with running(spec) as engine:
+        rng = random.Random(11)
+        streams = [functools.partial(engine.complete, prompt, 60) for prompt in PROMPTS]
+        streams.append(functools.partial(engine.complete, PROMPTS[3], 400))
+        expected = await asyncio.gather(*(stream() for stream in streams))
+        before = await engine.get("/v1/cache/status")
+        assert 0 < before["experts"]["capacity"] < 40  # of 48 records
+        steps = engine.service(ActorName.SCHEDULER).metrics()["steps_total"]
+        rebalancer = engine.runtime.controller.rebalancer
+        shape = rebalancer.shape
+        assert shape is not None
+        most = shape.blocks_in(shape.max_kv_granules) * shape.block_size
+        done = failed = 0
+        tasks: list[asyncio.Task[Any]] = []
+        while done < 100:
+            if all(task.done() for task in tasks):
+                assert [task.result() for task in tasks] == expected[: len(tasks)]
+                tasks = [asyncio.ensure_future(stream()) for stream in streams]
+            await asyncio.sleep(0)
+            try:
+                record = await rebalancer.rebalance(RebalanceWish(kv_tokens=rng.randrange(16, most)))
+            except CapacityError:
+                failed += 1  # more is in use
+            else:
+                assert record.outcome in ("done", "unchanged") or "too few" in record.outcome
+                done += record.outcome == "done"
+                if record.outcome != "unchanged":
+                    engine.check()
+        assert await asyncio.gather(*tasks) == expected
+        after = await engine.get("/v1/cache/status")
+        assert after["experts"]["hits_total"] > before["experts"]["hits_total"]
+        assert len(after["elastic"]["decisions"]) == 16
+        scheduler = engine.service(ActorName.SCHEDULER).metrics()
+        assert scheduler["steps_total"] - steps > 200  # all the while
+        assert scheduler["resizes_total"] >= 100 and scheduler["failed_steps_total"] == 0
+        engine.check()
+
+
+async def test_an_operator_asks_over_http(checkpoint: Path) -> None:
+    async with running(launch(checkpoint)) as engine:
+        prompt = PROMPTS[5]
+        expected = await engine.complete(prompt, 8)
+        status = await engine.get("/v1/cache/status")
+        assert status["elastic"]["elastic"] and status["kv"]["capacity_tokens"] == 1536
+        slots = status["experts"]["capacity"]
+        code, answer = await engine.post({"kv_tokens": 1700})
+        assert code == 200 and answer["outcome"] == "done", answer
+        assert answer["kv_tokens"]["before"] >= 1536 and answer["kv_tokens"]["after"] >= 1700
+        status = await engine.get("/v1/cache/status")
+        assert status["experts"]["capacity"] == answer["slots"]["after"] < slots
+        assert status["kv"]["capacity_tokens"] == answer["kv_tokens"]["after"]
+        assert status["kv"]["cached_blocks"] > 0  # the prefix is still there
+        assert await engine.complete(prompt, 8) == expected
+        code, answer = await engine.post({"kv_tokens": 1700})
+        assert code == 200 and answer["outcome"] == "unchanged"
+        code, answer = await engine.post({"expert_bytes": "1.5MiB"})
+        assert code == 200 and answer["outcome"] == "done"
+        code, answer = await engine.post({"auto": True})
+        assert code == 200 and answer["trigger"] == "request"
+        for body, words in (
+            ({}, "exactly one"),
+            ({"kv_tokens": 5, "auto": True}, "exactly one"),
+            ({"kv_tokens": "many"}, "kv_tokens"),
+            ({"expert_bytes": "lots"}, "not a quantity"),
+            ({"kv_tokens": 10**9}, "would work"),
+            ({"tokens": 5}, "tokens"),
+        ):
+            code, answer = await engine.post(body)
+            assert code == 400 and words in answer["error"]["message"], answer
+        engine.check()
+        metrics = engine.runtime.controller.metrics()
+        assert metrics["rebalances_request_total"] >= 2
+
+
+async def test_one_of_two_at_once_gets_409(checkpoint: Path) -> None:
+    async with running(launch(checkpoint)) as engine:
+        answers = await asyncio.gather(*(engine.post({"kv_tokens": count}) for count in (1650, 1700)))
+        assert sorted(code for code, _ in answers) == [200, 409]
+        refused = next(answer for code, answer in answers if code == 409)
+        assert refused["error"]["code"] == "rebalance_under_way"
+        engine.check()
+
+
+async def test_when_memory_cannot_be_mapped_the_old_division_serves(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(launch(checkpoint)) as engine:
+        expected = await asyncio.gather(*(engine.complete(prompt, 30) for prompt in PROMPTS))
+        granules = engine.service(ActorName.GPU_EXECUTOR)._arena.pools.granules
+        driver, calls = granules._driver, 0
+
+        class Failing:
+            alignment_bytes = 4096
+            fail_at = 0
+
+            def __getattr__(self, name: str) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == self.fail_at:
+                    raise FreeTokenError("out of physical memory")
+                return getattr(driver, name)
+
+        failing = granules._driver = Failing()
+        streams = [asyncio.ensure_future(engine.complete(prompt, 30)) for prompt in PROMPTS]
+        outcomes = []
+        for fail_at in range(1, 200):
+            calls, failing.fail_at = 0, fail_at
+            before = (await engine.get("/v1/cache/status"))["experts"]["capacity"]
+            code, answer = await engine.post({"kv_tokens": 1700})
+            outcomes.append(code)
+            if code == 200:
+                break
+            assert "out of physical memory" in answer["error"]["message"]
+            assert (await engine.get("/v1/cache/status"))["experts"]["capacity"] == before
+            engine.check()
+        assert outcomes[-1] == 200 and outcomes.count(409) == len(outcomes) - 1 > 3
+        assert await asyncio.gather(*streams) == expected
+        assert await asyncio.gather(*(engine.complete(prompt, 30) for prompt in PROMPTS)) == expected
+        engine.check()
+        granules._driver = driver
+
+
+async def test_without_a_budget_there_is_nothing_to_move(checkpoint: Path) -> None:
+    async with running(launch(checkpoint, vram=None)) as engine:
+        code, answer = await engine.post({"auto": True})
+        assert code == 400 and "--vram" in answer["error"]["message"]
+        assert not (await engine.get("/v1/cache/status"))["elastic"]["elastic"]
