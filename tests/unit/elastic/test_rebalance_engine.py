@@ -24,7 +24,7 @@ from freetoken.messages import ActorName, RebalanceWish
 from freetoken.testing.tiny_models import write_tiny_checkpoint
 from freetoken.testing.waiting import until
 
-BUDGET = "5.9MiB"
+BUDGET = "4.6MiB"
 
 
 @pytest.fixture(autouse=True)
