@@ -32,6 +32,13 @@ from freetoken.serving.sse import event, stream
 from freetoken.serving.tokenizer import TextModel
 from freetoken.serving.usage import Usage
 
+_FORMAT_PARAMS = {
+    "json_schema": "response_format.json_schema.schema",
+    "regex": "response_format.pattern",
+    "grammar": "response_format.grammar",
+}
+"""Where an answer's schema or grammar stands."""
+
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, as one JSON object or as a stream of chunks."""
@@ -59,6 +66,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         count=count,
         param="messages",
         size=MAX_INT32 if request.content_length is None else request.content_length,
+        format_param=_FORMAT_PARAMS.get(str((fields.response_format or {}).get("type")), "response_format"),
     )
     reply, _ = await start_reply(context, plan, arrived_s)
     dialect = ChatDialect(context, text, fields, reply)

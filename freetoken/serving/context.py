@@ -12,6 +12,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from freetoken.launch_spec import LaunchSpec
+from freetoken.serving.constraints import Constraints
 from freetoken.serving.dialogue import Dialogue
 from freetoken.serving.errors import bad_value, model_not_found, unavailable
 from freetoken.serving.generation import Generator
@@ -40,6 +41,7 @@ class FrontContext:
     metrics: FrontMetrics
     engine: EngineView
     pool: Executor
+    constraints: Constraints
     text: TextModel | None = None
     dialogue: Dialogue | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))

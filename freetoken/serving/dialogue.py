@@ -78,7 +78,8 @@ class Dialogue:
 @dataclass(frozen=True, slots=True)
 class ReplyPlan:
     """What a dialect has read from a request. ``sampling`` is without seed and ``max_tokens``; ``param`` is the field
-    that holds the conversation, for errors; ``size`` bounds the characters of the conversation."""
+    that holds the conversation, ``format_param`` the schema or grammar of the answer, ``tool_param`` the choice of
+    tools, for errors; ``size`` bounds the characters of the conversation."""
 
     conversation: Conversation
     sampling: SamplingParams
@@ -89,6 +90,8 @@ class ReplyPlan:
     param: str
     size: int
     call_id_prefix: str = "call_"
+    format_param: str = "response_format"
+    tool_param: str = "tool_choice"
 
 
 async def render(context: FrontContext, conversation: Conversation, size: int) -> RenderedPrompt:
@@ -107,9 +110,18 @@ async def start_reply(context: FrontContext, plan: ReplyPlan, arrived_s: float) 
     prompt = await render(context, conversation, plan.size)
     ids = context.checked_prompt(prompt.token_ids, plan.param)
     max_tokens = output_budget(context.limits, len(ids), plan.max_tokens, plan.param)
-    sequences = [
-        SequencePlan(ids, for_choice(plan.sampling, max_tokens, plan.seed, index)) for index in range(plan.count)
-    ]
+    constraint = await context.constraints.for_request(
+        dialogue.output,
+        prompt.tail,
+        response_format=conversation.response_format,
+        tools=prompt.toolset.callable,
+        choice=conversation.tool_choice,
+        parallel=conversation.parallel_tool_calls,
+        format_param=plan.format_param,
+        tool_param=plan.tool_param,
+    )
+    sampling = replace(plan.sampling, constraint=constraint)
+    sequences = [SequencePlan(ids, for_choice(sampling, max_tokens, plan.seed, index)) for index in range(plan.count)]
     options = replace(plan.options, keep_special_ids=dialogue.kept_ids)
     generation = context.generator.start(sequences, text, options, arrived_s, conversation.session_key)
     tools = () if conversation.tool_choice.mode == "none" else prompt.toolset.flat

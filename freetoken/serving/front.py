@@ -22,6 +22,7 @@ from freetoken.messages import (
 )
 from freetoken.service import Service
 from freetoken.serving.app import build_app
+from freetoken.serving.constraints import Constraints
 from freetoken.serving.context import FrontContext
 from freetoken.serving.control import Control
 from freetoken.serving.dialogue import Dialogue
@@ -65,6 +66,7 @@ class ApiFrontService(Service):
             metrics=front_metrics,
             engine=EngineView(spec, control, self.status, self._own_health, lambda: self._streams.busy_since_s),
             pool=self._pool,
+            constraints=Constraints(spec.checkpoint, spec.model.vocab_size, spec.model.eos_token_ids, self._pool),
         )
         endpoint.on(TokenBatch, self._on_tokens)
         endpoint.on_peer_lost(self._on_peer_lost)

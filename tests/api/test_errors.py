@@ -86,6 +86,12 @@ async def test_shared_fields(site: Site, fields: dict[str, Any], param: str, wor
         ({"top_logprobs": 2}, "top_logprobs", ["logprobs"]),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", ["21", "20"]),
         ({"response_format": {"type": "yaml"}}, "response_format", ["yaml", "json_schema"]),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"properties": {"a": {"not": {}}}}}}},
+            "response_format.json_schema.schema.properties.a.not",
+            ["'not' cannot be enforced"],
+        ),
+        ({"response_format": {"type": "regex", "pattern": "(?=a)"}}, "response_format.pattern", ["look-around"]),
         ({"tool_choice": "required"}, "tool_choice", ["required"]),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", ["messages"]),
         ({"tools": ["x"]}, "tools[0]", ["'x'"]),

@@ -1,0 +1,59 @@
+"""What a request asks its output to be reaches the engine as a constraint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from freetoken.messages import Constraint, ConstraintKind
+from tests.api.conftest import Site
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("response_format", "expected"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, Constraint(ConstraintKind.JSON_OBJECT)),
+        (
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}},
+            Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA)),
+        ),
+        ({"type": "regex", "pattern": "[a-z]+"}, Constraint(ConstraintKind.REGEX, "[a-z]+")),
+        ({"type": "grammar", "grammar": 'start: "x"'}, Constraint(ConstraintKind.LARK, 'start: "x"')),
+    ],
+)
+async def test_response_formats(site: Site, response_format: dict[str, Any], expected: Constraint | None) -> None:
+    status, _ = await site.chat(response_format=response_format, n=2)
+    assert status == 200
+    if expected is not None:  # the model of these tests may think first
+        expected = replace(expected, free_until="</think>", free_opener="<think>")
+    assert [request.sampling.constraint for request in site.scheduler.submitted] == [expected] * 2
+
+
+async def test_a_hostile_schema_ends_with_its_request(site: Site) -> None:
+    hostile: dict[str, Any] = {"enum": [f"value {i}" for i in range(60_000)]}
+    for schema in (hostile, {"type": "string", "pattern": "(((a{1,200}){1,200}){1,200}){1,200}b(?=c)"}):
+        status, body = await site.chat(response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+        assert status == 400 and body["error"]["param"].startswith("response_format.json_schema.schema")
+    status, _ = await site.chat()
+    assert status == 200
+
+
+TOOL = {"type": "function", "function": {"name": "roll", "parameters": {"type": "object"}}}
+
+
+async def test_forced_calls(site: Site) -> None:
+    named = {"type": "function", "function": {"name": "roll"}}
+    for choice in ("required", named):
+        status, body = await site.chat(tools=[TOOL], tool_choice=choice)
+        assert status == 200, body
+        constraint = site.scheduler.submitted[-1].sampling.constraint
+        assert constraint is not None and constraint.kind is ConstraintKind.LARK and "roll" in constraint.text
+    for choice in ("auto", "none"):
+        await site.chat(tools=[TOOL], tool_choice=choice)
+        assert site.scheduler.submitted[-1].sampling.constraint is None
