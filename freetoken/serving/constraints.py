@@ -189,7 +189,7 @@ class Constraints:
 
     @staticmethod
     def _after_reasoning(constraint: Constraint, output: OutputFormat, prompt_tail: str) -> Constraint:
-        begun = begun_turn(output, prompt_tail)
+        begun = output.begun_turn(prompt_tail)
         channels = output.channels
         if channels is not None:
             until = f"{channels.ends[0]}{channels.start}assistant"
@@ -250,18 +250,6 @@ class Constraints:
         found = explain_schema(self.compiler, schema, error.reason) if isinstance(schema, dict) else error
         return bad_value(f"{param}{_dotted(found.path)}: {found.reason}", f"{param}{_dotted(found.path)}",
                          "invalid_json_schema")  # fmt: skip
-
-
-def begun_turn(output: OutputFormat, prompt_tail: str) -> str:
-    """What the prompt has of the model's turn already."""
-    position = -1
-    for words in output.turn_begin:
-        found = prompt_tail.rfind(words)
-        if found >= 0:
-            position = max(position, found + len(words))
-    if position >= 0:
-        return prompt_tail[position:]
-    return prompt_tail[-64:] if not output.turn_begin else ""
 
 
 def _is_marked(syntax: CallSyntax) -> bool:

@@ -176,8 +176,8 @@ class OutputFormat:
     ``families`` are names of model families that use it (``ModelSpec.family``); ``detect`` are sets of strings: a chat
     template that has all of one set belongs to this format. ``special_tokens`` are tokens that the tokenizer may call
     special and that must all the same stay in the text that the parser gets; ``stop_tokens`` end the model's turn (they
-    are not part of the text). ``turn_begin`` is what a prompt has before the model's turn. The first of ``calls`` is
-    the usual form, the others are variants that models are known to write.
+    are not part of the text). ``turn_begin`` is what a prompt has before the model's turn, or before it goes on after a
+    tool's result. The first of ``calls`` is the usual form, the others are variants that models are known to write.
     """
 
     name: str
@@ -199,3 +199,20 @@ class OutputFormat:
         from freetoken.serving.parsers.parser import open_parser
 
         return open_parser(self, tools, prompt_tail)
+
+    def begun_turn(self, prompt_tail: str) -> str:
+        """What the prompt has of the model's turn already: most often nothing, or an opened or closed reasoning."""
+        position = max(
+            (prompt_tail.rfind(words) + len(words) for words in self.turn_begin if words in prompt_tail), default=-1
+        )
+        begun = prompt_tail[position:]
+        if position >= 0 and not any(token in begun for token in self.stop_tokens):
+            return begun
+        # A template with another way to begin a turn: only what it ends with is certain.
+        end = prompt_tail.rstrip()
+        for reasoning in self.reasoning:
+            if end.endswith(reasoning.begin):
+                return reasoning.begin
+            if end.endswith(reasoning.end):
+                return reasoning.begin + reasoning.end
+        return ""

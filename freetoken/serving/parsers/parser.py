@@ -64,27 +64,8 @@ def open_parser(format: OutputFormat, tools: Sequence[ToolSpec], prompt_tail: st
     """See ``OutputFormat.open``. The state at the start is the one after the prompt's own part of the turn."""
     program = ChannelProgram.of(format) if format.channels else TagProgram.of(format)
     parser = OutputParser(program.run, tools)
-    begun = _begun_turn(format, prompt_tail)
+    begun = format.begun_turn(prompt_tail)
     if begun:
         parser.feed(begun)
         parser.forget_prompt()
     return parser
-
-
-def _begun_turn(format: OutputFormat, prompt_tail: str) -> str:
-    """What the prompt has of the model's turn already, after the words that begin it."""
-    position = -1
-    for words in format.turn_begin:
-        found = prompt_tail.rfind(words)
-        if found >= 0:
-            position = max(position, found + len(words))
-    if position >= 0:
-        return prompt_tail[position:]
-    # A template with another way to begin a turn: only what it ends with is certain.
-    end = prompt_tail.rstrip()
-    for reasoning in format.reasoning:
-        if end.endswith(reasoning.begin):
-            return reasoning.begin
-        if end.endswith(reasoning.end):
-            return reasoning.begin + reasoning.end
-    return ""

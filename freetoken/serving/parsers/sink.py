@@ -129,5 +129,6 @@ class Sink:
     def forget_prompt(self) -> None:
         """What came so far was the prompt's own part of the turn."""
         self._events.clear()
+        self.calls = 0
         self._space = ""
         self._reasoning_space = ""

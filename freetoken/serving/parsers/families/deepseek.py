@@ -2,7 +2,7 @@
 
 from freetoken.serving.parsers.format import CallSyntax, JsonCalls, OutputFormat, Reasoning, TaggedCalls
 
-_TURN = ("<｜Assistant｜>",)
+_TURN = ("<｜Assistant｜>", "<｜tool▁outputs▁end｜>", "<｜tool▁output▁end｜>")
 _THINK = (Reasoning("<think>", "</think>"),)
 _STOPS = ("<｜end▁of▁sentence｜>",)
 _SEPARATOR = "<｜tool▁sep｜>"

@@ -6,7 +6,7 @@ GEMMA4 = OutputFormat(
     name="gemma4",
     families=("gemma4",),
     detect=(("<|tool_call>", '<|"|>'), ("<|tool_call>call:",)),
-    turn_begin=("<|turn>model\n",),
+    turn_begin=("<|turn>model\n", "<tool_response|>"),
     reasoning=(Reasoning("<|channel>thought", "<channel|>"),),
     calls=(ObjectCalls(begin="<|tool_call>", end="<tool_call|>", name_prefix="call:", quote='<|"|>'),),
     call_syntax=CallSyntax(

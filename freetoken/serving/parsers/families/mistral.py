@@ -3,7 +3,7 @@
 from freetoken.serving.parsers.format import CallSyntax, JsonCalls, OutputFormat, Reasoning
 
 _FAMILIES = ("mistral", "mistral3", "mistral4", "mixtral")
-_TURN = ("[/INST]",)
+_TURN = ("[/INST]", "[/TOOL_RESULTS]")
 _REASONING = (Reasoning("[THINK]", "[/THINK]"), Reasoning("<think>", "</think>"))
 _CALLS = (
     JsonCalls(

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from freetoken.serving.parsers import PLAIN_THINKING, format_named
+from freetoken.serving.parsers import PLAIN_THINKING, ToolCallStarted, format_named
 from freetoken.serving.parsers.whole import ParsedOutput, parse_output
 from freetoken.serving.tools import ToolSpec
 from freetoken.testing.model_outputs import TOOLS
@@ -316,6 +316,44 @@ def test_a_prompt_may_have_begun_a_message_or_a_call() -> None:
         "qwen-json", ' "get_time", "arguments": {}}\n</tool_call>', '<|im_start|>assistant\n<tool_call>\n{"name":'
     )
     assert calls(output) == [("get_time", {})]
+
+
+@pytest.mark.parametrize(
+    ("format", "tail", "text", "reasoning", "answer"),
+    [
+        # The same turn goes on after a tool's result.
+        (
+            "gemma4",
+            "<|turn>model\n<|tool_call>call:f{}<tool_call|><|tool_response>response:f{x:1}<tool_response|>",
+            "<|channel>thought\nhm\n<channel|>yes",
+            "hm",
+            "yes",
+        ),
+        (
+            "mistral",
+            "[/INST][TOOL_CALLS]f[ARGS]{}</s>[TOOL_RESULTS]1[/TOOL_RESULTS]",
+            "[THINK]hm[/THINK]yes",
+            "hm",
+            "yes",
+        ),
+        ("deepseek-v3.1", "<｜Assistant｜></think>a<｜tool▁output▁begin｜>1<｜tool▁output▁end｜>", "yes", "", "yes"),
+        # The last turn that begins as expected is over: the template begins turns in another way, too.
+        ("qwen-json", "<|im_start|>assistant\n<think>\na<|im_end|>\n<|other|>", "yes", "", "yes"),
+        ("qwen-json", "<|im_start|>assistant\na<|im_end|>\n<|other|><think>", "hm</think>yes", "hm", "yes"),
+    ],
+)
+def test_a_turn_that_goes_on_or_begins_otherwise(
+    format: str, tail: str, text: str, reasoning: str, answer: str
+) -> None:
+    output = parse(format, text, tail)
+    assert (output.reasoning, output.text) == (reasoning, answer)
+
+
+def test_calls_of_the_prompt_do_not_count() -> None:
+    call = '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
+    parser = format_named("qwen-json").open(TOOLS, "<|im_start|>assistant\n" + call)
+    assert parser.num_calls == 0
+    assert parser.feed("\n" + call)[0] == ToolCallStarted(0, "get_time")
 
 
 def test_a_model_that_writes_no_header_is_heard() -> None:
