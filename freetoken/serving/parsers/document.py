@@ -20,7 +20,8 @@ the rendered prompt ends, so it knows whether the template has opened or closed 
   call that `max_tokens` or a stop string cuts off leaves no trace, not even its markup.
 - **At the model's own stop** what it forgot to close is closed: end tags of calls, sections and parameters, and a
   parameter that the next one follows without an end tag. JSON that is not complete is not mended.
-- **What only looks like a call** (broken JSON, unknown delimiters, markers in quotes or backticks) is text, unchanged.
+- **What only looks like a call** (broken JSON, unknown delimiters, markers in open quotes or backticks) is text,
+  unchanged.
 - **Names** that nobody declared are called all the same: the client answers that there is no such tool, which the model
   understands. Only unmarked JSON (Llama 3) must name a declared tool.
 - **Without tools**, or with `tool_choice: none`, nothing is a call.

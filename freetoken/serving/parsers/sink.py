@@ -12,6 +12,9 @@ from freetoken.serving.parsers.events import (
     ToolCallStarted,
 )
 
+_OPENING = frozenset("“‘«")
+_EITHER = ("`", '"')
+
 
 class Sink:
     """Collects the events of one choice.
@@ -34,6 +37,7 @@ class Sink:
         self._reasoning_space = ""
         self._paragraph = ""
         self._last = ""
+        self._line = ""
 
     def take(self) -> list[OutputEvent]:
         """The events since the last time."""
@@ -51,9 +55,11 @@ class Sink:
         return self._since_call
 
     @property
-    def last_character(self) -> str:
-        """The answer's last character so far, unless white space or a call came after it."""
-        return "" if self._space or self._since_call else self._last
+    def in_quotes(self) -> bool:
+        """Whether the answer's last character so far opens a quotation: what follows is spoken of, not meant."""
+        if self._space or self._since_call:
+            return False
+        return self._last in _OPENING or (self._last in _EITHER and self._line.count(self._last) % 2 == 1)
 
     def text(self, text: str) -> None:
         """The answer goes on."""
@@ -75,7 +81,16 @@ class Sink:
         self._paragraph = ""
         self._before_calls = ""
         self._last = body[-1]
+        self._note_quotes(body)
         self._events.append(TextDelta(body))
+
+    def _note_quotes(self, text: str) -> None:
+        """Keep the quotation marks of the answer's last line."""
+        line_break = text.rfind("\n")
+        if line_break >= 0:
+            self._line = ""
+        for mark in _EITHER:
+            self._line += mark * text.count(mark, line_break + 1)
 
     def new_text_message(self) -> None:
         """What follows is a message of its own: it is set off from text before it."""

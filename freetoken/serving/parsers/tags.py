@@ -13,7 +13,6 @@ from freetoken.serving.parsers.sink import Sink
 from freetoken.serving.parsers.tagged_calls import TaggedReader
 
 _MAX_RETRIES = 8
-_QUOTES = frozenset("`\"'“‘«")
 
 Reader = JsonReader | TaggedReader | ElementReader | ObjectReader
 
@@ -108,7 +107,7 @@ class TagProgram:
                 # Left over after a call that was not opened as it should be.
                 if not sink.after_call:
                     sink.text(found)
-            elif sink.last_character in _QUOTES or retries >= _MAX_RETRIES:
+            elif sink.in_quotes or retries >= _MAX_RETRIES:
                 sink.text(found)
             elif not (yield from self._read_call(cursor, sink, found)) and cursor.hit_end:
                 retries += 1

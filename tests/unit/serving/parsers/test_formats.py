@@ -241,6 +241,26 @@ def test_what_only_looks_like_a_call_is_text(format: str, text: str) -> None:
     assert (output.text, output.calls) == (text, [])
 
 
+@pytest.mark.parametrize(
+    ("text", "called"),
+    [
+        ("Let me look at `a.py`CALL", True),
+        ('It says "no"CALL', True),
+        ("`a` and `CALL`", False),
+        ('"CALL" calls it', False),
+        ("“CALL” calls it", False),
+        ("`open\n\nCALL", True),
+        ("`CALL", False),
+        ("CALL`", True),
+    ],
+)
+def test_only_an_open_quotation_makes_a_call_text(text: str, called: bool) -> None:
+    call = '<tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
+    output = parse("qwen-json", text.replace("CALL", call))
+    assert bool(output.calls) is called
+    assert called or output.text == text.replace("CALL", call)
+
+
 def test_a_call_after_something_that_is_none_is_found() -> None:
     text = 'A <tool_call> opens: <tool_call>{"name": "get_time", "arguments": {}}</tool_call>'
     output = parse("qwen-json", text)
