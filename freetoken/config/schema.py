@@ -27,6 +27,10 @@ class ServerConfig(_Section):
     max_tokens_default: int | None = Field(
         None, ge=1, description="max_tokens of requests that name none; unset means up to the context length."
     )
+    response_store_entries: int = Field(
+        1000, ge=0, description="Responses kept for previous_response_id, the least recently used making way."
+    )
+    response_store_bytes: Bytes = Field(64 * 1024**2, description="Memory for kept responses, as JSON.")
     clamp_max_tokens: bool = Field(
         True,
         description="Lower a max_tokens beyond the context's end, as agents send; false refuses the request.",

@@ -22,6 +22,13 @@ from freetoken.serving.context import CONTEXT, FrontContext
 from freetoken.serving.errors import RETRY_AFTER_LOADING_S, ApiError, internal, model_not_found, openai_error_body
 from freetoken.serving.metrics import CONTENT_TYPE, exposition
 from freetoken.serving.request_id import REQUEST_ID
+from freetoken.serving.responses.endpoint import (
+    cancel_response,
+    create_response,
+    delete_response,
+    get_response,
+    list_input_items,
+)
 from freetoken.serving.status import actor_json
 
 logger = logging.getLogger(__name__)
@@ -92,6 +99,11 @@ async def cache_status(request: web.Request) -> web.StreamResponse:
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/v1/completions", completions),
+    ("POST", "/v1/responses", create_response),
+    ("GET", "/v1/responses/{id}", get_response),
+    ("DELETE", "/v1/responses/{id}", delete_response),
+    ("POST", "/v1/responses/{id}/cancel", cancel_response),
+    ("GET", "/v1/responses/{id}/input_items", list_input_items),
     ("GET", "/v1/models", models),
     ("GET", "/v1/models/{id:.+}", model),
     ("GET", "/v1/actors", actors),

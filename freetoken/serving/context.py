@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -17,6 +18,7 @@ from freetoken.serving.dialogue import Dialogue
 from freetoken.serving.errors import bad_value, model_not_found, unavailable
 from freetoken.serving.generation import Generator
 from freetoken.serving.metrics import FrontMetrics
+from freetoken.serving.responses.store import ResponseStore
 from freetoken.serving.sampling import Limits
 from freetoken.serving.status import EngineView
 from freetoken.serving.streams import Gate
@@ -42,6 +44,7 @@ class FrontContext:
     engine: EngineView
     pool: Executor
     constraints: Constraints
+    responses: ResponseStore
     text: TextModel | None = None
     dialogue: Dialogue | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
@@ -75,7 +78,8 @@ class FrontContext:
         """``function()`` here when the text is short, else in the pool."""
         if size_characters <= INLINE_TEXT_CHARACTERS:
             return function()
-        return await asyncio.get_running_loop().run_in_executor(self.pool, function)
+        inside = contextvars.copy_context()  # so that its log lines name the request
+        return await asyncio.get_running_loop().run_in_executor(self.pool, inside.run, function)
 
     def checked_prompt(self, ids: Sequence[int], param: str) -> tuple[int, ...]:
         """A prompt's ids, never empty. Raises 400 for ids outside the model's vocabulary."""

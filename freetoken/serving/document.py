@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from freetoken.serving.app import OPEN_PATHS, ROUTES
 from freetoken.serving.metrics import FrontMetrics
 from freetoken.serving.openai_schema import ChatRequest, CompletionRequest, GenerationFields, Message, StreamOptions
+from freetoken.serving.responses.schema import ReasoningOptions, ResponsesRequest, TextConfig, TextFormat
 
 ERRORS = (
     (400, "invalid_json", "The body is not JSON; the message has line, column and character."),
@@ -27,6 +28,8 @@ ERRORS = (
         "context_length_exceeded",
         "The prompt leaves no room in the context (without `server.clamp_max_tokens`: nor does `max_tokens`).",
     ),
+    (400, "previous_response_not_found", "`previous_response_id` is not in the store (any more)."),
+    (400, "item_not_found", "An `item_reference` names no item of a stored response."),
     (400, "template_refused", "The model's chat template does not take these messages; the message is the template's."),
     (400, "no_chat_template", "The model has no chat template; use /v1/completions."),
     (401, "invalid_api_key", "Keys are configured (`server.api_keys`) and none of them was sent."),
@@ -59,7 +62,8 @@ Every response carries `X-Request-Id`, the client's own if it sent one.
 STREAMS = """\
 ## Streams
 
-With `stream: true` the answer is `text/event-stream`: one `data:` line of JSON an event, the last one `data: [DONE]`.
+With `stream: true` the answer is `text/event-stream`: one `data:` line of JSON an event, the last one `data: [DONE]`
+(responses instead have an `event:` line before each, and the terminal events above).
 Headers come before the first token. After `server.keepalive_s` of silence a comment line (`: keep-alive`) is sent. An
 error after the stream has begun is an event with `error` in place of the rest. A client that leaves, streaming or not,
 ends its request.
@@ -69,6 +73,40 @@ ends its request.
 `usage` has `prompt_tokens` (all of them, cached or not), `completion_tokens`, `total_tokens` and
 `prompt_tokens_details.cached_tokens`. The field `freetoken` adds the engine's own figures: `queue_s`, `prefill_s`,
 `decode_s`, `decode_tokens_per_s`, `cached_tokens`. Streams have it in a last chunk with `stream_options.include_usage`.
+"""
+
+RESPONSES = """\
+### Items
+
+`input` items may lack `type` when they have a `role`. Understood: `message`, `reasoning`, `function_call`,
+`custom_tool_call`, `local_shell_call`, `shell_call`, `apply_patch_call`, `tool_search_call`, the outputs of all of
+these (a string or a list of parts), `additional_tools`, `item_reference`. Other kinds are left out with a warning in
+the log, as are tools that only a hosted service can run; roles nobody knows are the user's. Members of a `namespace`
+are called with `name` and `namespace`; a `custom` tool's call is a `custom_tool_call` with plain `input`;
+`tool_search` with `execution: client` makes `tool_search_call`, and tools in its output can be called from then on.
+
+Reasoning is returned as `content`, or as `summary` with `reasoning.summary` (it is the whole reasoning in both
+cases). `encrypted_content` holds it as well, packed, for `include: ["reasoning.encrypted_content"]` and for `store:
+false`; an item that comes back with it needs nothing else.
+
+### Events
+
+`response.created` and `response.in_progress` come at once; each item then has `output_item.added`, its parts and
+deltas, and `output_item.done`; exactly one of `response.completed`, `response.incomplete` (`max_output_tokens`) and
+`response.failed` ends the stream, whatever happens. `response.in_progress` is repeated after `server.keepalive_s` of
+silence, since some clients count events only. A call is sent when it is complete: one that `max_output_tokens` cuts
+is never seen (`server.stream_tool_arguments` sends its arguments as they come; a cut call then has the status
+`incomplete`).
+
+A failed response has an `error` whose code agents act on: `server_error` (try again), `rate_limit_exceeded` (try
+again after the time in the message), `context_length_exceeded`, `invalid_prompt`.
+
+### Store
+
+A response is kept unless `store` is false, in memory, until newer ones need its place
+(`server.response_store_entries`, `server.response_store_bytes`). `previous_response_id` puts everything that was said
+before the new input, without the `instructions`; its prompt is the one that the same items sent as `input` would
+give. Responses cannot be cancelled by id: closing the connection cancels.
 """
 
 
@@ -111,7 +149,8 @@ def _limits(field: FieldInfo) -> str:
 def _table(model: type[BaseModel], without: type[BaseModel] | None = None) -> Iterator[str]:
     yield "| field | type | limits | meaning |"
     yield "|---|---|---|---|"
-    for name, field in model.model_fields.items():
+    for key, field in model.model_fields.items():
+        name = field.alias or key
         if without is not None and name in without.model_fields:
             continue
         required = " (required)" if field.is_required() else ""
@@ -129,12 +168,15 @@ def render() -> str:
     for method, path, handler in ROUTES:
         key = "no" if path in OPEN_PATHS else "yes"
         lines.append(f"| {method} | `{path.replace('{id:.+}', '{id}')}` | {_paragraph(handler)} | {key} |")
-    lines += ["", "## Request fields of both endpoints", "", "Unknown fields are ignored; null means absent.", ""]
+    lines += ["", "## Request fields of all endpoints", "", "Unknown fields are ignored; null means absent.", ""]
     lines += _table(GenerationFields)
     lines += ["### `stream_options`", "", *_table(StreamOptions)]
     lines += ["## Chat completions", "", *_table(ChatRequest, GenerationFields)]
     lines += ["### `messages`", "", *_table(Message)]
-    lines += ["## Completions", "", *_table(CompletionRequest, GenerationFields), STREAMS]
+    lines += ["## Completions", "", *_table(CompletionRequest, GenerationFields)]
+    lines += ["## Responses", "", *_table(ResponsesRequest, GenerationFields)]
+    lines += ["### `reasoning`", "", *_table(ReasoningOptions), "### `text`", "", *_table(TextConfig)]
+    lines += ["### `text.format`", "", *_table(TextFormat), RESPONSES, STREAMS]
     lines += ["## Errors", "", 'Every error is `{"error": {"message", "type", "param", "code"}}`.', ""]
     lines += ["| status | code | meaning |", "|---|---|---|"]
     lines += [f"| {status} | `{code}` | {meaning} |" for status, code, meaning in ERRORS]

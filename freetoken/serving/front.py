@@ -28,6 +28,7 @@ from freetoken.serving.control import Control
 from freetoken.serving.dialogue import Dialogue
 from freetoken.serving.generation import Generator
 from freetoken.serving.metrics import FrontMetrics
+from freetoken.serving.responses.store import ResponseStore
 from freetoken.serving.sampling import Limits
 from freetoken.serving.status import EngineView
 from freetoken.serving.streams import Gate, RequestStreams
@@ -67,6 +68,7 @@ class ApiFrontService(Service):
             engine=EngineView(spec, control, self.status, self._own_health, lambda: self._streams.busy_since_s),
             pool=self._pool,
             constraints=Constraints(spec.checkpoint, spec.model.vocab_size, spec.model.eos_token_ids, self._pool),
+            responses=ResponseStore(spec.config.server.response_store_entries, spec.config.server.response_store_bytes),
         )
         endpoint.on(TokenBatch, self._on_tokens)
         endpoint.on_peer_lost(self._on_peer_lost)

@@ -16,6 +16,9 @@ from typing import Any
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, ValidationError
 
+KNOWN_EXTRAS = frozenset({"store"})
+"""Fields that the vendor's servers send although its SDK's classes do not have them."""
+
 TERMINAL = ("response.completed", "response.incomplete", "response.failed")
 
 
@@ -62,7 +65,7 @@ def event_classes(union: Any) -> dict[str, type[BaseModel]]:
 def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
     """Fields that the vendor's classes do not have."""
     if isinstance(value, BaseModel):
-        for name in value.model_extra or {}:
+        for name in set(value.model_extra or {}) - KNOWN_EXTRAS:
             yield f"{path}.{name}"
         for name in type(value).model_fields:
             yield from unknown_fields(getattr(value, name, None), f"{path}.{name}")
@@ -210,7 +213,8 @@ class _ResponseOrder:
             self.wrong("an item changed its id or type")
         if item.open_parts:
             self.wrong("an item is done with open parts")
-        if item.kind == "function_call" and not isinstance(json.loads(final["arguments"]), dict):
+        whole_call = item.kind == "function_call" and final["status"] == "completed"
+        if whole_call and not isinstance(json.loads(final["arguments"]), dict):
             self.wrong("arguments that are no object")
         if item.kind in ("function_call", "custom_tool_call") and not final["call_id"]:
             self.wrong("a call without call_id")

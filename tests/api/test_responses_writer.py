@@ -21,8 +21,9 @@ from freetoken.serving.reply import (
     ReplyEvent,
     TextPiece,
 )
+from freetoken.serving.responses.output_items import unwrapped
 from freetoken.serving.responses.sealed import unseal
-from freetoken.serving.responses.writer import ResponseWriter, WriterOptions, failure_object, unwrapped
+from freetoken.serving.responses.writer import ResponseWriter, WriterOptions, failure_object
 from freetoken.serving.usage import Usage
 
 from .sse_checker import check_response_body, check_responses, frames_of
@@ -170,15 +171,28 @@ def test_saying_nothing_is_an_empty_message() -> None:
 
 def test_a_cut_reply_is_incomplete() -> None:
     cut = ReplyCall(0, "call_f", "f")
-    batches: list[list[ReplyEvent]] = [
-        [TextPiece(0, "so")],
-        [CallStarted(0, cut), CallPiece(0, 0, '{"a"')],
-        [ended("length")],
-    ]
-    _, response = run(batches)
+    text: list[ReplyEvent] = [TextPiece(0, "so")]
+    _, response = run([text, [ended("length")]])
     assert response["status"] == "incomplete"
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
     assert [(item["type"], item["status"]) for item in response["output"]] == [("message", "incomplete")]
+    _, response = run([text, [CallStarted(0, cut), CallPiece(0, 0, '{"a"')], [ended("length")]])
+    assert [(item["type"], item["status"]) for item in response["output"]] == [
+        ("message", "completed"),
+        ("function_call", "incomplete"),
+    ]
+
+
+def test_arguments_go_out_as_they_come() -> None:
+    batches: list[list[ReplyEvent]] = [
+        [CallStarted(0, ReplyCall(0, "call_f", "f"))],
+        [CallPiece(0, 0, '{"a"')],
+        [CallPiece(0, 0, ":1}"), CallEnded(0, ReplyCall(0, "call_f", "f", arguments='{"a":1}'))],
+        [ended("tool_calls")],
+    ]
+    raw, response = run(batches)
+    assert kinds(raw).count("function_call_arguments.delta") == 2
+    assert response["output"][0]["arguments"] == '{"a":1}'
 
 
 @pytest.mark.parametrize("before", [[], [TextPiece(0, "so")], [ReasoningPiece(0, "hm")], call()])
