@@ -75,6 +75,29 @@ async def test_a_namespaced_tool_is_found(checkpoint: Path, binary: Path, tmp_pa
         assert "unsupported call" not in prompt
 
 
+PATCH = """\
+*** Begin Patch
+*** Update File: note.txt
+@@
+-old line
++new line
+*** End Patch
+"""
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+async def test_a_freeform_tool_edits_a_file(checkpoint: Path, binary: Path, tmp_path: Path, wrapped: bool) -> None:
+    """Codex declares apply_patch as a custom tool for models it knows by name."""
+    async with open_site(checkpoint, context_tokens=200_000, server={"model_aliases": ("*",)}) as site:
+        codex = Codex(binary, tmp_path, site.front.url, "gpt-5.5")
+        (codex.work / "note.txt").write_text("old line\n")
+        text = json.dumps({"input": PATCH}) if wrapped else PATCH
+        play(site, call("apply_patch", input=text), "The line is new.")
+        run = await codex.run("replace the line")
+        assert (run.status, run.messages) == (0, ["The line is new."]), run
+        assert (codex.work / "note.txt").read_text() == "new line\n"
+
+
 async def test_silence_is_bridged_by_events(checkpoint: Path, binary: Path, tmp_path: Path) -> None:
     async with open_site(checkpoint, context_tokens=200_000, server={"keepalive_s": 0.2}) as site:
         codex = Codex(binary, tmp_path, site.front.url, "tiny", idle_timeout_s=1.0)

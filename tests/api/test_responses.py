@@ -356,6 +356,41 @@ async def test_a_lost_client_ends_the_generation(site: Site) -> None:
     assert len(site.scheduler.aborted) == 1
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}},
+        {"text": {"format": {"type": "json_object"}}},
+        {"tools": [RUN], "tool_choice": "required"},
+        {"tools": [RUN], "tool_choice": {"type": "function", "name": "run"}},
+        {"tools": [RUN], "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [RUN]}},
+    ],
+)
+async def test_what_is_asked_for_is_enforced(site: Site, fields: dict[str, Any]) -> None:
+    await create(site, **fields)
+    assert site.scheduler.submitted[0].sampling.constraint is not None
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", None])
+async def test_a_free_choice_is_free(site: Site, choice: Any) -> None:
+    site.reply = CALL
+    body = await create(site, tools=[RUN], tool_choice=choice)
+    assert site.scheduler.submitted[0].sampling.constraint is None
+    assert body["output"][0]["type"] == ("message" if choice == "none" else "function_call")
+
+
+async def test_a_schema_that_cannot_be_enforced_is_refused(site: Site) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}
+    error = await refused(
+        site,
+        {"model": "tiny", "input": "x", "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}},
+    )
+    assert str(error["param"]).startswith("text.format"), error
+
+
 async def test_session_keys(site: Site) -> None:
     await create(site, prompt_cache_key="thread-1")
     await site.post(PATH, {"model": "tiny", "input": "x"}, headers={"session-id": "s-2"})

@@ -83,6 +83,7 @@ async def _start(
         count=1,
         param="input",
         size=size,
+        format_param="text.format",
     )
     return await start_reply(context, plan, arrived_s)
 

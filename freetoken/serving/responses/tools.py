@@ -11,6 +11,7 @@ from freetoken.serving.errors import bad_value, unsupported
 from freetoken.serving.openai_schema import shown
 from freetoken.serving.request_id import REQUEST_ID
 from freetoken.serving.tools import ToolChoice, ToolGrammar, ToolSpec
+from freetoken.serving.toolset import Toolset
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,10 @@ class ToolTable:
         matches = [spec for spec in self.specs.values() if spec.name == name]
         return matches[0] if len(matches) == 1 else None
 
+    def flat_name(self, spec: ToolSpec) -> str:
+        """The name that the model knows a tool by, which tells members of different namespaces apart."""
+        return Toolset(tuple(self.specs.values())).flat_name(spec.name, spec.namespace)
+
 
 def _read(
     tool: Mapping[str, Any], where: str, namespace: str | None, deferred: bool
@@ -187,7 +192,7 @@ def read_choice(value: Any, table: ToolTable) -> tuple[ToolChoice, Any]:
         return _allowed(value, table)
     if kind in ("function", "custom", TOOL_SEARCH):
         spec = _named(value, path, table)
-        return ToolChoice("named", (spec.name,)), {**value}
+        return ToolChoice("named", (table.flat_name(spec),)), {**value}
     if not isinstance(kind, str):
         raise bad_value(f"tool_choice.type is {shown(kind)}: it must be a string", "tool_choice.type")
     raise unsupported(
@@ -224,7 +229,7 @@ def _allowed(value: Mapping[str, Any], table: ToolTable) -> tuple[ToolChoice, An
             raise bad_value(f"{where} is {shown(tool)}: it must be an object that names a tool", where)
         kind = tool.get("type", "function")
         if kind in ("function", "custom", TOOL_SEARCH):
-            names.append(_named(tool, where, table).name)
+            names.append(table.flat_name(_named(tool, where, table)))
     shape = {"type": "allowed_tools", "mode": mode, "tools": [{**tool} for tool in tools]}
     if not names:
         if mode == "required":

@@ -302,6 +302,15 @@ def test_tool_choices_that_cannot_be(value: Any, param: str, code: str) -> None:
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, code)
 
 
+def test_namesakes_of_two_namespaces_are_told_apart() -> None:
+    table = table_of()
+    table.add([{"type": "namespace", "name": "others", "tools": [SPAWN]}], "tools")
+    choice, _ = read_choice({"type": "function", "name": "spawn", "namespace": "others"}, table)
+    assert choice == ToolChoice("named", ("others__spawn",))
+    with pytest.raises(ApiError, match="not among the tools"):
+        read_choice({"type": "function", "name": "spawn"}, table)
+
+
 def test_required_needs_tools() -> None:
     with pytest.raises(ApiError, match="no tools to call"):
         read_choice("required", ToolTable())
