@@ -192,7 +192,7 @@ def custom_input(arguments: str) -> str:
 
 def typed_value(text: str, schema: Any, root: Mapping[str, Any]) -> str:
     """JSON text of a value that a model wrote as plain text. ``root`` is where the schema's references lead."""
-    alternatives = list(_alternatives(schema, root, _MAX_SCHEMA_DEPTH))
+    alternatives = list(dict.fromkeys(_alternatives(schema, root, _MAX_SCHEMA_DEPTH, set())))
     if not alternatives:
         return _untyped(text)
     if all(kind == "string" for kind in alternatives):
@@ -207,13 +207,16 @@ def typed_value(text: str, schema: Any, root: Mapping[str, Any]) -> str:
     return dump(text)
 
 
-def _alternatives(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[str]:
-    """Names of the types that a schema allows, in its order; none if it does not say."""
+def _alternatives(schema: Any, root: Mapping[str, Any], depth: int, followed: set[str]) -> Iterator[str]:
+    """Names of the types that a schema allows, in its order; none if it does not say. Each reference is followed once
+    (``followed`` has those that were), so circles end."""
     if not isinstance(schema, Mapping) or depth == 0:
         return
     reference = schema.get("$ref")
     if isinstance(reference, str):
-        yield from _alternatives(_resolve(reference, root), root, depth - 1)
+        if reference not in followed:
+            followed.add(reference)
+            yield from _alternatives(_resolve(reference, root), root, depth - 1, followed)
         return
     kinds = schema.get("type")
     if isinstance(kinds, str):
@@ -229,7 +232,7 @@ def _alternatives(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[
             parts = schema.get(key)
             if isinstance(parts, Sequence):
                 for part in parts:
-                    yield from _alternatives(part, root, depth - 1)
+                    yield from _alternatives(part, root, depth - 1, followed)
         if "properties" in schema:
             yield "object"
         elif "items" in schema:

@@ -10,7 +10,13 @@ import pytest
 from freetoken.serving.parsers.arguments import custom_input, json_members, object_arguments, typed_value
 from freetoken.serving.parsers.cursor import MalformedError
 
-ROOT = {"$defs": {"Count": {"type": "integer"}, "Loop": {"$ref": "#/$defs/Loop"}}}
+ROOT = {
+    "$defs": {
+        "Count": {"type": "integer"},
+        "Loop": {"$ref": "#/$defs/Loop"},
+        "Circle": {"anyOf": [*[{"$ref": "#/$defs/Circle"}] * 40, {"type": "integer"}]},
+    }
+}
 
 
 @pytest.mark.parametrize(
@@ -82,6 +88,7 @@ ROOT = {"$defs": {"Count": {"type": "integer"}, "Loop": {"$ref": "#/$defs/Loop"}
         ("", {}, ""),
         ("x", {"$ref": "#/$defs/Loop"}, "x"),
         ("x", {"$ref": "#/nowhere"}, "x"),
+        ("5", {"$ref": "#/$defs/Circle"}, 5),
         ("x", {"$ref": "http://elsewhere"}, "x"),
     ],
 )
