@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from datetime import datetime, timezone
+from types import MappingProxyType
 from typing import Any
-from urllib.parse import urlsplit
 
 import orjson
 from aiohttp import web
 
 from freetoken.messages import HealthState
+from freetoken.serving.access import KeyLimiter, check_key, check_origin, given_key
+from freetoken.serving.anthropic_format import anthropic_error_body
+from freetoken.serving.anthropic_messages import count_tokens, create_message
 from freetoken.serving.cache_control import rebalance
 from freetoken.serving.chat import chat_completions
 from freetoken.serving.completions import completions
 from freetoken.serving.context import CONTEXT, FrontContext
-from freetoken.serving.errors import RETRY_AFTER_LOADING_S, ApiError, internal, model_not_found, openai_error_body
+from freetoken.serving.errors import RETRY_AFTER_LOADING_S, ApiError, internal, openai_error_body
 from freetoken.serving.metrics import CONTENT_TYPE, exposition
 from freetoken.serving.request_id import REQUEST_ID
 from freetoken.serving.responses.endpoint import (
@@ -35,7 +39,11 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-OPEN_PATHS = frozenset({"/health"})
+LIMITED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
+"""Where generating happens: these count for ``server.max_requests_per_key``."""
+LIMITER: web.AppKey[KeyLimiter] = web.AppKey("limiter", KeyLimiter)
+CORS_HEADERS: ContextVar[Mapping[str, str]] = ContextVar("cors_headers", default=MappingProxyType({}))
+"""Of the answer to the request that the current task handles."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -45,29 +53,45 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 async def models(request: web.Request) -> web.StreamResponse:
-    """The served model, with its limits."""
-    return json_response({"object": "list", "data": [_model(request.app[CONTEXT])]})
+    """The served model under each of its names, with its limits, in the OpenAI and the Anthropic dialect at once."""
+    context = request.app[CONTEXT]
+    aliases = [name for name in context.spec.config.server.model_aliases if name != "*"]
+    names = list(dict.fromkeys([context.spec.served_model_name, *aliases]))
+    listed = {"object": "list", "data": [_model(context, name) for name in names]}
+    return json_response({**listed, "first_id": names[0], "last_id": names[-1], "has_more": False})
 
 
 async def model(request: web.Request) -> web.StreamResponse:
     """One model by name."""
     context = request.app[CONTEXT]
     name = request.match_info["id"]
-    if name != context.spec.served_model_name:
-        raise model_not_found(name, context.spec.served_model_name)
-    return json_response(_model(context))
+    context.check_model(name)
+    return json_response(_model(context, name))
 
 
-def _model(context: FrontContext) -> dict[str, Any]:
+def _model(context: FrontContext, name: str) -> dict[str, Any]:
+    context_tokens = context.limits.context_tokens
+    created = datetime.fromtimestamp(context.created_s, timezone.utc)
     return {
-        "id": context.spec.served_model_name,
+        "id": name,
         "object": "model",
+        "type": "model",
         "created": context.created_s,
+        "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
         "owned_by": "freetoken",
-        "context_length": context.limits.context_tokens,
-        "max_model_len": context.limits.context_tokens,
-        "max_output_tokens": context.limits.context_tokens - 1,
+        "display_name": name,
+        "context_length": context_tokens,
+        "context_window": context_tokens,
+        "max_model_len": context_tokens,
+        "max_input_tokens": context_tokens - 1,
+        "max_output_tokens": context_tokens - 1,
+        "max_tokens": context_tokens - 1,
     }
+
+
+async def root(request: web.Request) -> web.StreamResponse:
+    """That there is a server, for clients that ask before they begin."""
+    return json_response({"name": "freetoken", "object": "server"})
 
 
 async def health(request: web.Request) -> web.StreamResponse:
@@ -104,36 +128,18 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("DELETE", "/v1/responses/{id}", delete_response),
     ("POST", "/v1/responses/{id}/cancel", cancel_response),
     ("GET", "/v1/responses/{id}/input_items", list_input_items),
+    ("POST", "/v1/messages", create_message),
+    ("POST", "/v1/messages/count_tokens", count_tokens),
     ("GET", "/v1/models", models),
     ("GET", "/v1/models/{id:.+}", model),
+    ("GET", "/models", models),
     ("GET", "/v1/actors", actors),
     ("GET", "/v1/cache/status", cache_status),
     ("POST", "/v1/cache/rebalance", rebalance),
+    ("GET", "/", root),
     ("GET", "/health", health),
     ("GET", "/metrics", metrics),
 )
-
-
-def _host_of(origin: str) -> str:
-    try:
-        return urlsplit(origin).netloc.lower()
-    except ValueError:
-        return ""
-
-
-def authorise(request: web.Request, api_keys: tuple[str, ...]) -> None:
-    """Raises 401 without one of the keys, and 403 for a browser page of another origin."""
-    origin = request.headers.get("Origin")
-    if origin is not None and _host_of(origin) != request.headers.get("Host", "").lower():
-        raise ApiError(403, f"requests from pages of {origin[:200]!r} are not allowed", "cross_origin")
-    if not api_keys or request.path in OPEN_PATHS:
-        return
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    candidate = given.strip().encode("utf-8", "surrogateescape")
-    matches = [hmac.compare_digest(candidate, key.encode()) for key in api_keys]
-    if scheme.lower() != "bearer" or not any(matches):
-        detail = "is not valid" if given else "is missing; send it as 'Authorization: Bearer KEY'"
-        raise ApiError(401, f"the API key {detail}", "invalid_api_key")
 
 
 def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
@@ -162,6 +168,7 @@ def _route_name(request: web.Request) -> str:
 async def frame(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Around every request. Nothing but a lost client leaves it as an exception."""
     given = request.headers.get("X-Request-Id", "")
+    CORS_HEADERS.set({})
     REQUEST_ID.set(given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(8)}")
     context = request.app[CONTEXT]
     status = 499
@@ -176,8 +183,15 @@ async def frame(request: web.Request, handler: Handler) -> web.StreamResponse:
 async def _answer(request: web.Request, handler: Handler, context: FrontContext) -> web.StreamResponse:
     headers: dict[str, str] = {}
     try:
-        authorise(request, context.spec.config.server.api_keys)
-        return await handler(request)
+        cors = check_origin(request, context.spec.config.server.allowed_origins)
+        CORS_HEADERS.set(cors)
+        if cors and request.method == "OPTIONS":
+            return web.Response(status=204)
+        check_key(request, context.spec.config.server.api_keys)
+        if request.path not in LIMITED_PATHS:
+            return await handler(request)
+        with request.app[LIMITER].hold(given_key(request)):
+            return await handler(request)
     except ApiError as caught:
         error = caught
     except web.HTTPException as caught:
@@ -189,12 +203,15 @@ async def _answer(request: web.Request, handler: Handler, context: FrontContext)
     except Exception:
         logger.exception("event=request_failed request=%s path=%r", REQUEST_ID.get(), request.path)
         error = internal(REQUEST_ID.get())
-    return json_response(openai_error_body(error), error.status, {**headers, **error.headers})
+    anthropic = request.path.startswith("/v1/messages") or "anthropic-version" in request.headers
+    body = anthropic_error_body(error) if anthropic else openai_error_body(error)
+    return json_response(body, error.status, {**headers, **error.headers})
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = "freetoken"
-    response.headers["X-Request-Id"] = REQUEST_ID.get()
+    response.headers["X-Request-Id"] = response.headers["Request-Id"] = REQUEST_ID.get()
+    response.headers.update(CORS_HEADERS.get())
 
 
 def build_app(context: FrontContext) -> web.Application:
@@ -202,6 +219,7 @@ def build_app(context: FrontContext) -> web.Application:
     and so aborts its generation."""
     app = web.Application(middlewares=[frame], client_max_size=context.spec.config.server.max_body_bytes)
     app[CONTEXT] = context
+    app[LIMITER] = KeyLimiter(context.spec.config.server.max_requests_per_key)
     app.on_response_prepare.append(_add_headers)
     for method, path, handler in ROUTES:
         app.router.add_route(method, path, handler)

@@ -29,7 +29,16 @@ T = TypeVar("T")
 INLINE_TEXT_CHARACTERS = 4096
 """Longer texts are tokenised in a thread, so that they do not hold up the streams of others."""
 
-SESSION_HEADERS = ("x-session-id", "session-id", "x-claude-code-session-id", "x-deepseek-harness-session-id")
+SESSION_HEADERS = (
+    "x-session-id",
+    "x-session-affinity",
+    "session-id",
+    "thread-id",
+    "x-claude-code-session-id",
+    "x-deepseek-harness-session-id",
+)
+AGENT_HEADER = "x-claude-code-agent-id"
+"""A sub-agent's conversation is another one than that of its session."""
 
 
 @dataclass(slots=True)
@@ -103,10 +112,8 @@ CONTEXT: web.AppKey[FrontContext] = web.AppKey("context", FrontContext)
 
 def session_key(request: web.Request, explicit: str | None) -> str:
     """What ties requests of one conversation together, if the client says so."""
-    if explicit:
-        return explicit
-    for name in SESSION_HEADERS:
-        value = request.headers.get(name)
-        if value:
-            return value[:512].encode(errors="replace").decode()
-    return ""
+    names = (request.headers.get(name, "") for name in SESSION_HEADERS)
+    key = explicit or next(filter(None, names), "")
+    agent = request.headers.get(AGENT_HEADER, "")
+    whole = f"{key}/{agent}" if agent else key
+    return whole[:512].encode(errors="replace").decode()

@@ -20,7 +20,8 @@ class ApiError(Exception):
     """A request that cannot be answered. ``message`` is for the client and names the value and the limit.
 
     ``code`` is the machine-readable reason, ``param`` the request field at fault. ``retry_after_s`` becomes an
-    integer ``Retry-After`` header, which clients need to come back instead of giving up.
+    integer ``Retry-After`` header, which clients need to come back instead of giving up. ``overflow`` is (tokens
+    wanted, tokens possible) when the context is too short.
     """
 
     def __init__(
@@ -30,13 +31,15 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after_s: float | None = None,
+        overflow: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__(status, message, code, param, retry_after_s)
+        super().__init__(status, message, code, param, retry_after_s, overflow)
         self.status = status
         self.message = message
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
+        self.overflow = overflow
 
     def __str__(self) -> str:
         return f"{self.status} {self.code or '-'}: {self.message}"
@@ -75,7 +78,8 @@ def context_overflow(limit_tokens: int, prompt_tokens: int, max_tokens: int | No
             f"{prompt_tokens + max_tokens} tokens were requested: {prompt_tokens} in the {param} and {max_tokens} "
             f"to generate. Shorten the {param} or lower max_tokens to at most {limit_tokens - prompt_tokens}."
         )
-    return ApiError(400, head + tail, "context_length_exceeded", param)
+    wanted = max(prompt_tokens + (max_tokens or 0), limit_tokens + 1)
+    return ApiError(400, head + tail, "context_length_exceeded", param, overflow=(wanted, limit_tokens))
 
 
 def model_not_found(name: str, served: str) -> ApiError:

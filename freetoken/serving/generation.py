@@ -63,7 +63,9 @@ class Generation:
         gate: Gate,
         metrics: FrontMetrics,
         arrived_s: float,
+        timeout_s: float | None = None,
     ) -> None:
+        self._timeout_s = timeout_s
         self.request_id = request_id
         self._sequences = sequences
         self._choices = choices
@@ -159,6 +161,15 @@ class Generation:
     async def next(self, silence_s: float) -> list[ChoiceDelta]:
         """News, at most one delta for each choice; empty after ``silence_s`` in which nothing came, or when what came
         is not to be shown yet. Raises ``ApiError`` when the engine could not go on."""
+        if self._timeout_s is not None:
+            left_s = self._arrived_s + self._timeout_s - time.monotonic()
+            if left_s <= 0:
+                raise ApiError(
+                    504,
+                    f"the request took longer than {self._timeout_s:g} s (server.request_timeout_s)",
+                    "request_timeout",
+                )
+            silence_s = min(silence_s, left_s)
         news = await self._inbox.take(silence_s)
         if isinstance(news, RequestFailure):
             raise from_failure(news)
@@ -268,7 +279,9 @@ class Generator:
         gate: Gate,
         metrics: FrontMetrics,
         eos_token_ids: Sequence[int],
+        timeout_s: float | None = None,
     ) -> None:
+        self._timeout_s = timeout_s
         self._endpoint = endpoint
         self._streams = streams
         self._gate = gate
@@ -312,4 +325,5 @@ class Generator:
             self._gate,
             self._metrics,
             arrived_s,
+            self._timeout_s,
         )

@@ -26,7 +26,8 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _stops(value: Any) -> Any:
+def read_stops(value: Any) -> Any:
+    """Every accepted form of stop strings as a list. Raises ``ValueError``."""
     if value is None:
         return []
     stops = [value] if isinstance(value, str) else value
@@ -132,7 +133,7 @@ class GenerationFields(BaseModel):
     logit_bias: Annotated[dict[str, float] | None, AfterValidator(_logit_bias)] = Field(
         None, description="Token id to a bias from -100 to 100."
     )
-    stop: Annotated[list[str], BeforeValidator(_stops)] = Field(
+    stop: Annotated[list[str], BeforeValidator(read_stops)] = Field(
         [], validate_default=False, description=f"A string or up to {MAX_STOPS} strings that end the output."
     )
     stop_token_ids: list[int] | None = Field(None, max_length=1024, description="Further tokens that end the output.")

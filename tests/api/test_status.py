@@ -224,7 +224,7 @@ async def test_models(site: Site) -> None:
     _, listing = await site.get("/v1/models")
     status, model = await site.get("/v1/models/tiny")
     assert status == 200
-    assert listing == {"object": "list", "data": [model]}
+    assert listing == {"object": "list", "data": [model], "first_id": "tiny", "last_id": "tiny", "has_more": False}
     assert (model["id"], model["object"]) == ("tiny", "model")
     assert (model["context_length"], model["max_output_tokens"]) == (512, 511)
 

@@ -24,8 +24,7 @@ from freetoken.serving.prompt import PromptRenderer, RenderedPrompt
 from freetoken.serving.reply import ChoiceEnded, ReplyCall, ReplyMessage, ReplyReasoning, ReplyText
 from freetoken.serving.tokenizer import TextModel
 from freetoken.serving.tools import ToolChoice, ToolSpec
-
-from .templates import ALL, CHANNELS, OPENED, PLAIN, STRICT, THINKING
+from freetoken.testing.chat_templates import ALL, CHANNELS, OPENED, PLAIN, STRICT, THINKING
 
 LS = ToolSpec("ls", description="List.", schema={"type": "object", "properties": {"path": {"type": "string"}}})
 WithTemplate = Callable[[str], TextModel]

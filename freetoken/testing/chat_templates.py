@@ -1,4 +1,4 @@
-"""Small chat templates with the habits of real ones."""
+"""Small chat templates with the habits of real ones, for ``write_text_checkpoint``."""
 
 from __future__ import annotations
 
