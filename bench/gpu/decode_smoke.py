@@ -226,7 +226,7 @@ def fill_all(rig: Any) -> None:
     driver = Driver(rig)
     rng = random.Random(1)
     vocab = rig.launch.model.vocab_size
-    blocks = rig.launch.plan.num_kv_blocks
+    blocks = rig.arena.num_blocks
     for number in range(40):
         name = f"fill{number}"
         driver.next_block = (number * 40) % (blocks - 80)

@@ -3,9 +3,11 @@
 #
 #   OUT=results bash bench/gpu/session.sh            the whole run, about 6 minutes
 #   PARTS="decode soak" OUT=results bash bench/gpu/session.sh
+#   PARTS="build model rebalance" OUT=results bash bench/gpu/session.sh    (rebalance runs only when named)
 #
 # Parts have limits of their own and share one for all (TOTAL seconds), so a part that hangs costs no other its turn.
-# Leaves in $OUT: session.log (everything printed), decode.json, prefill.json, http.json, soak.json, tests.log.
+# Leaves in $OUT: session.log (everything printed), decode.json, prefill.json, http.json, rebalance.json, soak.json,
+# tests.log.
 # Settings by environment: SHAPE DTYPE LAYERS DEVICE SCRATCH PYTHON WHEELS TOTAL PARTS and the sizes below.
 set -u
 cd "$(dirname "$0")/../.."
@@ -170,6 +172,9 @@ if wanted sanitizer; then
         echo "no compute-sanitizer here"
     fi
 fi
+
+wanted rebalance && part rebalance 90 $PYTHON bench/system/rebalance.py "${COMMON[@]}" --runtime local --residency 0.4 \
+    --split "${HTTP_SPLIT:-0.4}" --kv-tokens "$KV" --rounds "${ROUNDS:-20}" --ready-timeout 60 --out "$OUT/rebalance.json"
 
 wanted soak && part soak "$SOAK_S" $PYTHON bench/gpu/soak.py "${COMMON[@]}" $SOAK --seconds $(($(left) < SOAK_S ? $(left) - 4 : SOAK_S - 4)) \
     --out "$OUT/soak.json" | cut -c1-300

@@ -228,7 +228,8 @@ class CpuRig:
         isa = self.launch.config.executor.isa
         device_pool = WorkerPool(plan.device_threads, plan.device_core_ids, plan.spin_us, isa)
         self._pools.append(device_pool)
-        runtime = ModelRuntime(self.launch, self.index, self.store, Arena.of(self.launch), device_pool)
+        self.arena = Arena.of(self.launch)
+        runtime = ModelRuntime(self.launch, self.index, self.store, self.arena, device_pool)
         runtime.prepare()
         if spec.is_moe:
             cpu_pool = WorkerPool(plan.cpu_threads, plan.cpu_core_ids, plan.spin_us, isa)
@@ -238,7 +239,7 @@ class CpuRig:
             self._mailbox = Mailbox.create(segment, 1, *geometry)
             experts = self.launch.config.experts
             slots = SlotTable(
-                len(spec.moe_layers), spec.num_experts, plan.num_slots, experts.policy, experts.half_life_tokens
+                len(spec.moe_layers), spec.num_experts, self.arena.num_slots, experts.policy, experts.half_life_tokens
             )
             strides = [self.index.layout_of(layer).stride_bytes for layer in range(len(spec.moe_layers))]
             expert_store = self.store.build_expert_store(self.index)
@@ -299,8 +300,7 @@ class Driver:
     def __init__(self, rig: Any) -> None:
         self.rig = rig
         self.lengths: dict[str, int] = {}
-        plan = rig.launch.plan
-        self._free = list(range(plan.num_kv_blocks))
+        self._free = list(range(rig.arena.num_blocks))
         self._blocks: dict[str, list[int]] = {}
         self._known: dict[str, tuple[int, ...]] = {}
         self._step = 0
@@ -393,7 +393,7 @@ class Driver:
         resident = 0
         fraction = self.rig.launch.config.experts.fetch_fraction
         self.rig.cache_server.set_fetch_fraction(1.0)
-        wanted = min(self.rig.index.num_records, self.rig.launch.plan.num_slots)
+        wanted = min(self.rig.index.num_records, self.rig.arena.num_slots)
         for number, prompt in enumerate(prompts):
             self.start(f"fill{number}", prompt, 0)
             self.retire(f"fill{number}")

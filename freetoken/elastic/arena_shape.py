@@ -12,6 +12,7 @@ DEFAULT_GRANULE_BYTES = 32 << 20
 """Moving 1 GiB from pool to pool takes 2 ms in granules of this size on an H200, 29 ms in granules of 2 MiB."""
 CUDA_ALIGNMENT_BYTES = 2 << 20
 HOST_ALIGNMENT_BYTES = 4096
+_LEAST_GRANULES = 16
 _MIN_GRANULES = 64
 """Small budgets get smaller granules, until so many fit: what cannot be dealt is lost."""
 
@@ -109,7 +110,7 @@ def plan_arena(spec: LaunchSpec) -> tuple[ArenaShape, ArenaSplit] | None:
         min_blocks=min(2, plan.num_kv_blocks),
     )
     kv = shape.granules_for_blocks(plan.num_kv_blocks)
-    if not shape.min_kv_granules <= kv <= shape.max_kv_granules:
+    if shape.num_granules < _LEAST_GRANULES or not shape.min_kv_granules <= kv <= shape.max_kv_granules:
         return None
     return shape, shape.split(kv)
 

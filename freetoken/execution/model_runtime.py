@@ -48,6 +48,11 @@ class ModelRuntime:
         """The CPU device can read every record."""
         return None
 
+    @property
+    def graphs_captured(self) -> int:
+        """The CPU device has none."""
+        return 0
+
     def prepare(self) -> None:
         """What is done once, before the first executor: ``warm_up``."""
         self.warm_up()

@@ -312,6 +312,7 @@ class GpuExecutorService(Service):
         return {
             **figures,
             "requests": float(len(executor.requests) if executor is not None else 0),
+            "graphs_captured_total": float(self._runtime.graphs_captured if self._runtime is not None else 0),
             "queued_plans": float(thread.queued if thread is not None else 0),
             "arena_bytes": float(arena.size_bytes if arena is not None else 0),
             "slots": float(arena.num_slots if arena is not None else plan.num_slots),

@@ -190,16 +190,16 @@ class CudaRig:
             segment = SharedSegment.create("rig-mailbox", Mailbox.required_bytes(*geometry))
             self.mailbox = Mailbox.create(segment, 1, *geometry)
             if self.slots is None:
-                experts = self.launch.config.experts
+                experts, num_slots = self.launch.config.experts, self.arena.num_slots
                 self.slots = SlotTable(
-                    len(spec.moe_layers), spec.num_experts, plan.num_slots, experts.policy, experts.half_life_tokens
+                    len(spec.moe_layers), spec.num_experts, num_slots, experts.policy, experts.half_life_tokens
                 )
         if first:
             self.runtime.prepare(self._capture)
         if self.mailbox is not None and self.slots is not None and self._pool is not None:
             strides = [self.index.layout_of(layer).stride_bytes for layer in range(len(spec.moe_layers))]
             self.cache_server = CacheServer(
-                self.mailbox, self.slots, self._fetch_fraction, plan.num_slots == 0, self._spin_us, strides, True
+                self.mailbox, self.slots, self._fetch_fraction, self.arena.num_slots == 0, self._spin_us, strides, True
             )
             if self._auto_split:
                 costs = plan.costs or assumed_costs(self.launch.config.device)

@@ -92,6 +92,7 @@ class DecodeBatch:
         with torch.cuda.graph(graph, pool=pool, stream=self._model.stream, capture_error_mode="thread_local"):
             self.run()
         self.graph = graph
+        self._model.graphs_captured += 1
 
     def launch(self) -> None:
         """Replay the graph, or run eagerly while there is none."""
@@ -187,6 +188,7 @@ class DeviceModel:
         self.masks = TokenMasks(limits.max_samples, spec.vocab_size, self.device)
         self.program = LayerProgram(weights, arena, self.table, plane)
         self.decode_batches: dict[int, DecodeBatch] = {}
+        self.graphs_captured = 0
         self._pieces: dict[int, PieceBatch] = {}
         self._long: PieceBatch | None = None
 

@@ -167,6 +167,11 @@ class CudaRuntime:
         return tuple(self._registered.fetchable) if self._registered is not None else None
 
     @property
+    def graphs_captured(self) -> int:
+        """Since the start: a change of the arena adds none."""
+        return self._model.graphs_captured if self._model is not None else 0
+
+    @property
     def model(self) -> DeviceModel:
         """The model; there since ``prepare``."""
         assert self._model is not None
