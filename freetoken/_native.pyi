@@ -349,7 +349,10 @@ class SlotTable:
         num_experts: int,
         num_slots: int,
         policy: str = "crf",
-        half_life_tokens: float = 32.0,
+        half_life_tokens: float = 8.0,
+        long_half_life_tokens: float = 1024.0,
+        margin: float = 1.5,
+        floor: float = 1.2,
     ) -> None: ...
     @property
     def num_slots(self) -> int: ...
@@ -365,9 +368,11 @@ class SlotTable:
         token_counts: Sequence[int],
         admit: Sequence[bool],
         num_tokens: int,
+        is_run: bool = False,
     ) -> list[tuple[int, int]]:
-        """One publish, as the server does it (for tests, replay): per distinct expert (slot or -1, admitted slot or
-        -1)."""
+        """One publish, as the server does it (for tests): per distinct expert (slot or -1, admitted slot or -1).
+
+        ``is_run``: its tokens follow each other in one sequence; else each is of its own."""
 
     def resident(self) -> list[tuple[int, int, int]]:
         """(slot, layer, expert) of every resident record."""

@@ -239,7 +239,14 @@ class CpuRig:
             self._mailbox = Mailbox.create(segment, 1, *geometry)
             experts = self.launch.config.experts
             slots = SlotTable(
-                len(spec.moe_layers), spec.num_experts, self.arena.num_slots, experts.policy, experts.half_life_tokens
+                len(spec.moe_layers),
+                spec.num_experts,
+                self.arena.num_slots,
+                experts.policy,
+                experts.half_life_tokens,
+                experts.long_half_life_tokens,
+                experts.admission_margin,
+                experts.admission_floor,
             )
             strides = [self.index.layout_of(layer).stride_bytes for layer in range(len(spec.moe_layers))]
             expert_store = self.store.build_expert_store(self.index)

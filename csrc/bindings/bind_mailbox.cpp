@@ -186,7 +186,7 @@ void check_index(const char* name, int value, int limit) {
 
 std::vector<std::pair<int, int>> access(SlotTable& owned_table, int layer, const std::vector<int>& experts,
                                         const std::vector<int>& token_counts, const std::vector<bool>& admit,
-                                        int num_tokens) {
+                                        int num_tokens, bool is_run) {
   SlotTable& table = unowned(owned_table);
   check_index("layer", layer, table.num_layers());
   check_extent("token_counts", 0, token_counts.size(), experts.size());
@@ -204,9 +204,10 @@ std::vector<std::pair<int, int>> access(SlotTable& owned_table, int layer, const
       throw py::value_error("token_counts[" + std::to_string(i) + "] " + std::to_string(token_counts[i]) +
                             " is not in 0.." + std::to_string(num_tokens));
     }
-    uses.push_back(ExpertUse{.expert = experts[i], .tokens = admit[i] ? token_counts[i] : 0});
+    const int tokens = admit[i] ? token_counts[i] : 0;
+    uses.push_back(ExpertUse{.expert = experts[i], .tokens = is_run ? 0 : tokens, .run_tokens = is_run ? tokens : 0});
   }
-  table.begin_publish(layer, uses, num_tokens);
+  table.begin_publish(layer, uses, is_run ? 0 : num_tokens, is_run ? num_tokens : 0);
   for (ExpertUse& use : uses) {
     if (use.slot < 0) misses.push_back(&use);
   }
@@ -284,13 +285,16 @@ void bind_slot_table(py::module_& m) {
                              })
       .def_readonly("evicted", &SlotResize::evicted);
   py::class_<SlotTable, std::shared_ptr<SlotTable>>(m, "SlotTable", py::is_final())
-      .def(py::init(
-               [](int num_layers, int num_experts, int num_slots, const std::string& policy, double half_life_tokens) {
-                 return std::make_shared<SlotTable>(num_layers, num_experts, num_slots, parse_slot_policy(policy),
-                                                    half_life_tokens);
-               }),
+      .def(py::init([](int num_layers, int num_experts, int num_slots, const std::string& policy,
+                       double half_life_tokens, double long_half_life_tokens, double margin, double floor) {
+             const SlotPolicyOptions options{parse_slot_policy(policy), half_life_tokens, long_half_life_tokens, margin,
+                                             floor};
+             return std::make_shared<SlotTable>(num_layers, num_experts, num_slots, options);
+           }),
            py::arg("num_layers"), py::arg("num_experts"), py::arg("num_slots"), py::arg("policy") = "crf",
-           py::arg("half_life_tokens") = 32.0)
+           py::arg("half_life_tokens") = SlotPolicyOptions{}.half_life_tokens,
+           py::arg("long_half_life_tokens") = SlotPolicyOptions{}.long_half_life_tokens,
+           py::arg("margin") = SlotPolicyOptions{}.margin, py::arg("floor") = SlotPolicyOptions{}.floor)
       .def_property_readonly("num_slots", &SlotTable::num_slots)
       .def_property_readonly("num_resident", [](SlotTable& table) { return unowned(table).num_resident(); })
       .def(
@@ -302,7 +306,7 @@ void bind_slot_table(py::module_& m) {
           },
           py::arg("layer"), py::arg("expert"))
       .def("access", &access, py::arg("layer"), py::arg("experts"), py::arg("token_counts"), py::arg("admit"),
-           py::arg("num_tokens"))
+           py::arg("num_tokens"), py::arg("is_run") = false)
       .def("resident",
            [](SlotTable& table) {
              std::vector<std::tuple<int, int, int>> result;

@@ -26,11 +26,14 @@ LayerPlanner::LayerPlanner(const MailboxGeometry& geometry, std::uint32_t max_en
   can_fetch_.assign(max_entries, 0);
   routes_of_.assign(geometry.num_experts, 0);
   admitting_of_.assign(geometry.num_experts, 0);
+  admitting_run_of_.assign(geometry.num_experts, 0);
   next_route_of_.assign(geometry.num_experts, 0);
 }
 
 void LayerPlanner::forget_counts() {
-  for (const ExpertUse& use : uses_) routes_of_[use.expert] = admitting_of_[use.expert] = 0;
+  for (const ExpertUse& use : uses_) {
+    routes_of_[use.expert] = admitting_of_[use.expert] = admitting_run_of_[use.expert] = 0;
+  }
 }
 
 // The counting half of a counting sort by expert. A long publish has tens of thousands of routes, so the loop over them
@@ -39,6 +42,7 @@ void LayerPlanner::forget_counts() {
 bool LayerPlanner::collect(const PublishView& p, const std::int32_t* routes) {
   uses_.clear();
   num_admitting_tokens_ = 0;
+  num_run_tokens_ = 0;
   total_routes_ = 0;
   std::int32_t* const routes_of = routes_of_.data();
   for (int t = 0; t < p.num_tokens; ++t) {
@@ -56,13 +60,18 @@ bool LayerPlanner::collect(const PublishView& p, const std::int32_t* routes) {
       ++total_routes_;
     }
     if (p.admit[t] == 0 || total_routes_ == routes_before) continue;
-    ++num_admitting_tokens_;
+    const bool in_run = p.admit[t] == kAdmitRun;
+    ++(in_run ? num_run_tokens_ : num_admitting_tokens_);
+    std::int32_t* const counts = (in_run ? admitting_run_of_ : admitting_of_).data();
     for (int k = 0; k < p.top_k; ++k) {
       const std::int32_t expert = ids[k];  // read once: see write_entries
-      if (static_cast<std::uint32_t>(expert) < geometry_.num_experts) ++admitting_of_[expert];
+      if (static_cast<std::uint32_t>(expert) < geometry_.num_experts) ++counts[expert];
     }
   }
-  for (ExpertUse& use : uses_) use.tokens = admitting_of_[use.expert];
+  for (ExpertUse& use : uses_) {
+    use.tokens = admitting_of_[use.expert];
+    use.run_tokens = admitting_run_of_[use.expert];
+  }
   return true;
 }
 
@@ -130,7 +139,7 @@ AbortReason LayerPlanner::plan(const PublishView& p, SlotTable& slots, double fe
   }
   const std::int64_t evicted_before = slots.evicted_total();
   shares_ = LayerShares{};
-  if (!in_place) slots.begin_publish(p.layer, uses_, num_admitting_tokens_);
+  if (!in_place) slots.begin_publish(p.layer, uses_, num_admitting_tokens_, num_run_tokens_);
   misses_.clear();
   int num_fetchable = 0;
   for (std::size_t i = 0; i < uses_.size(); ++i) {

@@ -65,11 +65,13 @@ class LayerPlanner {
   std::vector<std::uint8_t> can_fetch_;  // by use
   std::vector<std::int32_t> miss_routes_;
   LayerShares shares_;
-  // By expert; the first two are 0 between publishes.
+  // By expert; the first three are 0 between publishes.
   std::vector<std::int32_t> routes_of_;
-  std::vector<std::int32_t> admitting_of_;   // routes of admitting tokens
-  std::vector<std::int32_t> next_route_of_;  // where its next route goes
+  std::vector<std::int32_t> admitting_of_;      // routes of admitting tokens of different sequences
+  std::vector<std::int32_t> admitting_run_of_;  // and of those in a run
+  std::vector<std::int32_t> next_route_of_;     // where its next route goes
   std::int32_t num_admitting_tokens_ = 0;
+  std::int32_t num_run_tokens_ = 0;
   std::int32_t total_routes_ = 0;
 };
 

@@ -14,7 +14,7 @@
 //   hidden       f32 [S, H]                client       hidden rows; not written with kDeviceOnly
 //   ids          i32 [T, K]                client       expert ids; -1 in padded rows
 //   weights      f32 [T, K]                client       routing weights
-//   admit        u8  [T]                   client       1: the token scores its experts and may fill slots
+//   admit        u8  [T]                   client       AdmitFlag
 //   plan_header  PlanHeader                ExpertCache  counts
 //   entries      PlanEntry [D]             ExpertCache  distinct experts: hits, then fetches, then CPU
 //   routes       i32 [T * K]               ExpertCache  route indices t * K + k, grouped by entry
@@ -99,6 +99,10 @@ enum RequestFlags : std::uint32_t {
   kDeviceOnly = 2,     // no CPU share: every miss is a fetch; the hidden rows are not written
   kDeviceClient = 4,   // the client rings no bells
 };
+
+// Of a token: whether it scores its experts, which may fill slots then. Tokens of a run follow each other in one
+// sequence (the tail of a prompt chunk); others are of a sequence each.
+enum AdmitFlag : std::uint8_t { kAdmitNot = 0, kAdmitRow = 1, kAdmitRun = 2 };
 
 struct RequestHeader {
   std::uint32_t seq;

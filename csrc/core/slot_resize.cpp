@@ -35,8 +35,8 @@ SlotResize SlotTable::plan_resize(int num_slots) const {
   const auto worse = [this](std::int32_t a, std::int32_t b) {
     const std::int32_t ka = key_of_slot_[a];
     const std::int32_t kb = key_of_slot_[b];
-    const double sa = log_score_[ka] - clock_[ka / num_experts_];
-    const double sb = log_score_[kb] - clock_[kb / num_experts_];
+    const double sa = score_of(ka);
+    const double sb = score_of(kb);
     return sa < sb || (sa == sb && ka < kb);
   };
   std::nth_element(residents.begin(), residents.begin() + excess, residents.end(), worse);
@@ -69,7 +69,7 @@ void SlotTable::resize(const SlotResize& plan) {
     const std::int32_t k = key_of_slot_[slot];
     if (state_[slot] == State::kFree) continue;  // it was in flight, and the server has stopped since
     if (state_[slot] == State::kResident) {
-      heap_remove(k / num_experts_, k);
+      withdraw(k);
       mirror(k, -1);
       --num_resident_;
     } else {
@@ -107,10 +107,10 @@ void SlotTable::rebuild_free_list() {
 
 std::vector<double> SlotTable::scores() const {
   std::vector<double> result;
-  if (policy_ != SlotPolicy::kCrf) return result;
-  result.reserve(log_score_.size());
-  for (std::size_t k = 0; k < log_score_.size(); ++k) {
-    const double score = std::exp2(log_score_[k] - clock_[k / num_experts_]);
+  if (options_.policy != SlotPolicy::kCrf) return result;
+  result.reserve(slot_of_key_.size());
+  for (std::size_t k = 0; k < slot_of_key_.size(); ++k) {
+    const double score = score_of(static_cast<std::int32_t>(k));
     if (score > 0.0) result.push_back(score);
   }
   return result;

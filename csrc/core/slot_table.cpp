@@ -10,6 +10,26 @@ namespace ft {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr float kInfinityF = std::numeric_limits<float>::infinity();
+constexpr float kRecentShare = 0.9f;
+constexpr float kLastingShare = 0.1f;
+constexpr float kNegligible = 1e-20f;
+
+float mix(float recent, float lasting) { return kRecentShare * recent + kLastingShare * lasting; }
+
+// Of 2^(-age / half_life) over ages 0..tokens - 1.
+float mean_decay(int tokens, double half_life) {
+  if (tokens <= 1) return 1.0f;
+  return static_cast<float>((1.0 - std::exp2(-tokens / half_life)) / (tokens * (1.0 - std::exp2(-1.0 / half_life))));
+}
+
+void check_number(const char* name, double value, double low) {
+  if (!(value >= low) || !std::isfinite(value)) {
+    throw std::invalid_argument("slot table: " + std::string(name) + " " + std::to_string(value) +
+                                " is not a number of " +
+                                (low < 1e-9 ? "more than 0" : std::to_string(low) + " or more"));
+  }
+}
 
 void check_range(const char* name, int value, int low, int high) {
   if (value < low || value > high) {
@@ -28,30 +48,32 @@ SlotPolicy parse_slot_policy(const std::string& name) {
   throw std::invalid_argument("slot table: policy '" + name + "' is not 'crf' or 'lru'");
 }
 
-SlotTable::SlotTable(int num_layers, int num_experts, int num_slots, SlotPolicy policy, double half_life_tokens)
-    : num_layers_(num_layers), num_experts_(num_experts), policy_(policy), half_life_(half_life_tokens) {
+SlotTable::SlotTable(int num_layers, int num_experts, int num_slots, const SlotPolicyOptions& options)
+    : num_layers_(num_layers), num_experts_(num_experts), options_(options) {
   check_range("num_layers", num_layers, 1, 1 << 12);
   check_range("num_experts", num_experts, 1, 1 << 16);
   check_range("num_slots", num_slots, 0, 1 << 28);
-  if (!(half_life_tokens > 0.0) || !std::isfinite(half_life_tokens)) {
-    throw std::invalid_argument("slot table: half_life_tokens " + std::to_string(half_life_tokens) +
-                                " is not a positive number");
-  }
-  decay_per_token_ = std::exp2(-1.0 / half_life_);
+  check_number("half_life_tokens", options.half_life_tokens, std::numeric_limits<double>::min());
+  check_number("long_half_life_tokens", options.long_half_life_tokens, options.half_life_tokens);
+  check_number("margin", options.margin, 1.0);
+  check_number("floor", options.floor, 0.0);
   const std::size_t num_keys = static_cast<std::size_t>(num_layers) * num_experts;
   slot_of_key_.assign(num_keys, -1);
-  heap_position_.assign(num_keys, -1);
-  log_score_.assign(num_keys, -kInfinity);
+  if (options.policy == SlotPolicy::kLru) {
+    last_use_.assign(num_keys, 0);
+  } else {
+    recent_.assign(num_keys, 0.0f);
+    lasting_.assign(num_keys, 0.0f);
+  }
+  barrier_.assign(num_keys, kInfinityF);
   key_of_slot_.assign(num_slots, -1);
   state_.assign(num_slots, State::kFree);
   filled_by_.assign(num_slots, 0);
   free_.reserve(num_slots);
   for (int slot = num_slots - 1; slot >= 0; --slot) free_.push_back(slot);  // slot 0 is taken first
   in_flight_.reserve(std::min(num_slots, num_experts));
-  heap_.assign(num_keys, -1);
-  heap_size_.assign(num_layers, 0);
-  top_log_score_.assign(num_layers, kInfinity);
-  clock_.assign(num_layers, 0.0);
+  worst_.assign(num_layers, -1);
+  worst_score_.assign(num_layers, kInfinity);
 }
 
 int SlotTable::lookup(int layer, int expert) const {
@@ -59,64 +81,84 @@ int SlotTable::lookup(int layer, int expert) const {
   return slot >= 0 && state_[slot] == State::kResident ? slot : -1;
 }
 
-double SlotTable::score(int layer, int expert) const { return log_score_[key(layer, expert)] - clock_[layer]; }
+double SlotTable::score_of(std::int32_t k) const {
+  if (options_.policy == SlotPolicy::kLru) return static_cast<double>(last_use_[k]);
+  return mix(recent_[k], lasting_[k]);
+}
 
-void SlotTable::begin_publish(int layer, std::span<ExpertUse> uses, int num_tokens) {
+// Decayed sums of records that nobody uses any more end at 0, not in denormal numbers, which are slow.
+void SlotTable::age(int layer, int tokens) {
+  const auto recent_decay = static_cast<float>(std::exp2(-tokens / options_.half_life_tokens));
+  const auto lasting_decay = static_cast<float>(std::exp2(-tokens / options_.long_half_life_tokens));
+  float* recent = recent_.data() + first_key(layer);
+  float* lasting = lasting_.data() + first_key(layer);
+  for (int e = 0; e < num_experts_; ++e) {
+    const float r = recent[e] * recent_decay;
+    const float l = lasting[e] * lasting_decay;
+    recent[e] = r < kNegligible ? 0.0f : r;
+    lasting[e] = l < kNegligible ? 0.0f : l;
+  }
+}
+
+void SlotTable::begin_publish(int layer, std::span<ExpertUse> uses, int num_tokens, int num_run_tokens) {
   ++num_publishes_;
   for (const std::int32_t slot : in_flight_) {
+    const std::int32_t k = key_of_slot_[slot];
     state_[slot] = State::kResident;
-    mirror(key_of_slot_[slot], slot);
+    mirror(k, slot);
     ++num_resident_;
-    heap_insert(key_of_slot_[slot] / num_experts_, key_of_slot_[slot]);
+    offer(k);
   }
   in_flight_.clear();
 
-  double average_decay = 1.0;
-  if (policy_ == SlotPolicy::kCrf && num_tokens > 0) {
-    clock_[layer] += num_tokens / half_life_;
-    // The tokens of one publish come in sequence; which of them chose the expert is not looked at, so every use weighs
-    // the mean of the decays at its end.
-    if (num_tokens > 1) {
-      average_decay = (1.0 - std::exp2(-num_tokens / half_life_)) / (num_tokens * (1.0 - decay_per_token_));
-    }
+  const bool is_crf = options_.policy == SlotPolicy::kCrf;
+  float run_recent = 1.0f;
+  float run_lasting = 1.0f;
+  if (is_crf && (num_tokens > 0 || num_run_tokens > 0)) {
+    age(layer, num_tokens > 0 ? 1 : num_run_tokens);
+    // Which tokens of a run chose the expert is not looked at: every use weighs the mean of the decays at its end.
+    run_recent = mean_decay(num_run_tokens, options_.half_life_tokens);
+    run_lasting = mean_decay(num_run_tokens, options_.long_half_life_tokens);
   }
   for (ExpertUse& use : uses) {
     const std::int32_t k = key(layer, use.expert);
     use.slot = slot_of_key_[k];
     use.destination = -1;
-    if (use.slot >= 0) heap_remove(layer, k);  // out of the heap: no victim until end_publish
-    if (use.tokens <= 0) continue;
-    if (policy_ == SlotPolicy::kLru) {
-      log_score_[k] = static_cast<double>(num_publishes_);
+    if (use.slot >= 0) barrier_[k] = kInfinityF;  // no victim until end_publish
+    if (use.tokens <= 0 && use.run_tokens <= 0) continue;
+    if (is_crf) {
+      recent_[k] += static_cast<float>(use.tokens) + static_cast<float>(use.run_tokens) * run_recent;
+      lasting_[k] += static_cast<float>(use.tokens) + static_cast<float>(use.run_tokens) * run_lasting;
     } else {
-      const double decayed = std::exp2(log_score_[k] - clock_[layer]);
-      log_score_[k] = std::log2(decayed + use.tokens * average_decay) + clock_[layer];
+      last_use_[k] = num_publishes_;
     }
   }
+  find_worst(layer);
+}
+
+bool SlotTable::deserves_slot(double score, double worst_score) const {
+  if (options_.policy == SlotPolicy::kLru) return true;
+  return score >= options_.floor && score > options_.margin * worst_score;
 }
 
 void SlotTable::admit(int layer, ExpertUse& use) {
-  if (use.tokens <= 0 || use.slot >= 0 || use.destination >= 0) return;
+  if ((use.tokens <= 0 && use.run_tokens <= 0) || use.slot >= 0 || use.destination >= 0) return;
+  const std::int32_t k = key(layer, use.expert);
   std::int32_t slot;
   if (!free_.empty()) {
     slot = free_.back();
     free_.pop_back();
   } else {
     const int victim_layer = worst_layer();
-    if (victim_layer < 0) return;
-    if (policy_ == SlotPolicy::kCrf &&
-        score(layer, use.expert) <= top_log_score_[victim_layer] - clock_[victim_layer]) {
-      return;
-    }
-    const std::int32_t victim = heap(victim_layer)[0];
+    if (victim_layer < 0 || !deserves_slot(score_of(k), worst_score_[victim_layer])) return;
+    const std::int32_t victim = worst_[victim_layer];
     slot = slot_of_key_[victim];
-    heap_remove(victim_layer, victim);
+    withdraw(victim);
     slot_of_key_[victim] = -1;
     mirror(victim, -1);
     --num_resident_;
     ++evicted_total_;
   }
-  const std::int32_t k = key(layer, use.expert);
   state_[slot] = State::kInFlight;
   key_of_slot_[slot] = k;
   slot_of_key_[k] = slot;
@@ -127,7 +169,7 @@ void SlotTable::admit(int layer, ExpertUse& use) {
 
 void SlotTable::end_publish(int layer, std::span<const ExpertUse> uses) {
   for (const ExpertUse& use : uses) {
-    if (use.slot >= 0) heap_insert(layer, key(layer, use.expert));
+    if (use.slot >= 0) offer(key(layer, use.expert));
   }
 }
 
@@ -138,11 +180,9 @@ void SlotTable::invalidate_in_flight() {
 
 void SlotTable::invalidate_all() {
   invalidate_in_flight();
-  for (int layer = 0; layer < num_layers_; ++layer) {
-    for (int i = 0; i < heap_size_[layer]; ++i) heap_position_[heap(layer)[i]] = -1;
-    heap_size_[layer] = 0;
-    top_log_score_[layer] = kInfinity;
-  }
+  std::fill(barrier_.begin(), barrier_.end(), kInfinityF);
+  std::fill(worst_.begin(), worst_.end(), -1);
+  std::fill(worst_score_.begin(), worst_score_.end(), kInfinity);
   num_resident_ = 0;
   free_.clear();
   for (int slot = num_slots() - 1; slot >= 0; --slot) {
@@ -177,80 +217,69 @@ void SlotTable::release(std::int32_t slot) {
   free_.push_back(slot);
 }
 
-// The layer whose worst resident is the worst of all, or -1 when nothing can go.
+// The layer whose worst candidate is the worst of all, or -1 when nothing can go.
 int SlotTable::worst_layer() const {
   int worst = -1;
   double worst_score = kInfinity;
   for (int layer = 0; layer < num_layers_; ++layer) {
-    const double top = top_log_score_[layer] - clock_[layer];
-    if (top < worst_score) {
-      worst_score = top;
+    if (worst_score_[layer] < worst_score) {
+      worst_score = worst_score_[layer];
       worst = layer;
     }
   }
   return worst;
 }
 
-// A total order, so that the same history gives the same victims.
-bool SlotTable::before(std::int32_t a, std::int32_t b) const {
-  return log_score_[a] < log_score_[b] || (log_score_[a] == log_score_[b] && a < b);
-}
-
-void SlotTable::heap_insert(int layer, std::int32_t key) {
-  const int position = heap_size_[layer]++;
-  heap(layer)[position] = key;
-  heap_position_[key] = position;
-  sift_up(layer, position);
-  refresh_top(layer);
-}
-
-void SlotTable::heap_remove(int layer, std::int32_t key) {
-  const int position = heap_position_[key];
-  const int last = --heap_size_[layer];
-  heap_position_[key] = -1;
-  if (position != last) {
-    const std::int32_t moved = heap(layer)[last];
-    heap(layer)[position] = moved;
-    heap_position_[moved] = position;
-    sift_up(layer, position);
-    sift_down(layer, heap_position_[moved]);
+// Ties go to the smaller key, so that the same history gives the same victims.
+void SlotTable::offer(std::int32_t k) {
+  const int layer = k / num_experts_;
+  const double score = score_of(k);
+  barrier_[k] = 0.0f;
+  if (score < worst_score_[layer] || (score == worst_score_[layer] && k < worst_[layer])) {
+    worst_score_[layer] = score;
+    worst_[layer] = k;
   }
-  refresh_top(layer);
 }
 
-void SlotTable::sift_up(int layer, int position) {
-  std::int32_t* keys = heap(layer);
-  const std::int32_t moving = keys[position];
-  while (position > 0) {
-    const int parent = (position - 1) / 2;
-    if (!before(moving, keys[parent])) break;
-    keys[position] = keys[parent];
-    heap_position_[keys[position]] = position;
-    position = parent;
+void SlotTable::withdraw(std::int32_t k) {
+  const int layer = k / num_experts_;
+  barrier_[k] = kInfinityF;
+  if (worst_[layer] == k) find_worst(layer);
+}
+
+void SlotTable::find_worst(int layer) {
+  const std::size_t first = first_key(layer);
+  worst_[layer] = -1;
+  worst_score_[layer] = kInfinity;
+  const float* barrier = barrier_.data() + first;
+  if (options_.policy == SlotPolicy::kLru) {
+    for (int e = 0; e < num_experts_; ++e) {
+      if (barrier[e] == 0.0f && static_cast<double>(last_use_[first + e]) < worst_score_[layer]) {
+        worst_[layer] = key(layer, e);
+        worst_score_[layer] = static_cast<double>(last_use_[first + e]);
+      }
+    }
+    return;
   }
-  keys[position] = moving;
-  heap_position_[moving] = position;
-}
-
-void SlotTable::sift_down(int layer, int position) {
-  std::int32_t* keys = heap(layer);
-  const int size = heap_size_[layer];
-  const std::int32_t moving = keys[position];
-  for (;;) {
-    int child = 2 * position + 1;
-    if (child >= size) break;
-    if (child + 1 < size && before(keys[child + 1], keys[child])) ++child;
-    if (!before(keys[child], moving)) break;
-    keys[position] = keys[child];
-    heap_position_[keys[position]] = position;
-    position = child;
+  const float* recent = recent_.data() + first;
+  const float* lasting = lasting_.data() + first;
+  constexpr int kLanes = 16;
+  float lanes[kLanes];
+  std::fill(lanes, lanes + kLanes, kInfinityF);
+  int e = 0;
+  for (; e + kLanes <= num_experts_; e += kLanes) {
+    for (int i = 0; i < kLanes; ++i) {
+      const float score = mix(recent[e + i], lasting[e + i]) + barrier[e + i];
+      lanes[i] = score < lanes[i] ? score : lanes[i];
+    }
   }
-  keys[position] = moving;
-  heap_position_[moving] = position;
-}
-
-void SlotTable::refresh_top(int layer) {
-  top_log_score_[layer] = heap_size_[layer] > 0 ? log_score_[heap(layer)[0]] : kInfinity;
+  float worst = *std::min_element(lanes, lanes + kLanes);
+  for (; e < num_experts_; ++e) worst = std::min(worst, mix(recent[e], lasting[e]) + barrier[e]);
+  if (worst == kInfinityF) return;
+  e = 0;
+  while (mix(recent[e], lasting[e]) + barrier[e] != worst) ++e;
+  worst_[layer] = key(layer, e);
+  worst_score_[layer] = worst;
 }
 
 void SlotTable::check_integrity() const {
@@ -270,7 +299,7 @@ void SlotTable::check_integrity() const {
         const bool is_resident = state_[slot] == State::kResident;
         ++(is_resident ? resident : in_flight);
         if (k < 0 || slot_of_key_[k] != slot) broken(name + " and its record disagree");
-        if ((heap_position_[k] >= 0) != is_resident) broken(name + " is in a heap exactly when it is not resident");
+        if ((barrier_[k] == 0.0f) != is_resident) broken(name + " may be evicted exactly when it is not resident");
         if (is_resident ? filled_by_[slot] >= num_publishes_ : filled_by_[slot] != num_publishes_) {
           broken(name + " became readable before its fill was complete");
         }
@@ -298,7 +327,7 @@ void SlotTable::check_integrity() const {
              std::to_string(readable));
     }
     if (slot < 0) {
-      if (heap_position_[k] >= 0) broken("record " + std::to_string(k) + " is in a heap but in no slot");
+      if (barrier_[k] == 0.0f) broken("record " + std::to_string(k) + " may be evicted but is in no slot");
       continue;
     }
     ++mapped;
@@ -306,20 +335,15 @@ void SlotTable::check_integrity() const {
       broken("record " + std::to_string(k) + " and its slot disagree");
   }
   if (mapped != resident + in_flight) broken("records in slots and occupied slots differ in number");
-  int in_heaps = 0;
   for (int layer = 0; layer < num_layers_; ++layer) {
-    const std::string name = "heap of layer " + std::to_string(layer);
-    in_heaps += heap_size_[layer];
-    for (int i = 0; i < heap_size_[layer]; ++i) {
-      const std::int32_t k = heap(layer)[i];
-      if (k / num_experts_ != layer || heap_position_[k] != i) broken(name + " has a stranger");
-      if (i > 0 && before(k, heap(layer)[(i - 1) / 2])) broken(name + " is out of order");
+    std::int32_t worst = -1;
+    for (std::int32_t k = key(layer, 0); k < key(layer + 1, 0); ++k) {
+      if (barrier_[k] == 0.0f && (worst < 0 || score_of(k) < score_of(worst))) worst = k;
     }
-    if (top_log_score_[layer] != (heap_size_[layer] > 0 ? log_score_[heap(layer)[0]] : kInfinity)) {
-      broken(name + " has a stale top");
+    if (worst_[layer] != worst || worst_score_[layer] != (worst < 0 ? kInfinity : score_of(worst))) {
+      broken("layer " + std::to_string(layer) + " has a stale worst candidate");
     }
   }
-  if (in_heaps != resident) broken("residents and heap entries differ in number");
 }
 
 }  // namespace ft

@@ -14,10 +14,20 @@ enum class SlotPolicy : std::uint8_t { kCrf, kLru };
 // "crf" or "lru"; std::invalid_argument otherwise.
 SlotPolicy parse_slot_policy(const std::string& name);
 
-// One distinct expert of a publish.
+struct SlotPolicyOptions {
+  SlotPolicy policy = SlotPolicy::kCrf;
+  double half_life_tokens = 8.0;
+  double long_half_life_tokens = 1024.0;
+  double margin = 1.5;  // how many times the victim's score a newcomer's must be
+  double floor = 1.2;   // and at least this
+};
+
+// One distinct expert of a publish. Tokens are counted in two kinds: `tokens` of different sequences (decode rows), and
+// `run_tokens`, consecutive ones of one sequence (the tail of a prompt).
 struct ExpertUse {
   std::int32_t expert = 0;
-  std::int32_t tokens = 0;        // admitting tokens that chose it; 0: neither scored nor admitted
+  std::int32_t tokens = 0;  // admitting tokens that chose it; without any of both it is neither scored nor admitted
+  std::int32_t run_tokens = 0;
   std::int32_t slot = -1;         // out: where it is resident, or -1
   std::int32_t destination = -1;  // out: the slot that its fetch must fill, or -1
 };
@@ -38,20 +48,28 @@ struct SlotResize {
 // hit rate at that capacity. All 0 without scores.
 std::vector<double> score_curve(std::vector<double> scores, std::span<const std::int64_t> capacities);
 
-// Scores. CRF gives a record sum of 2^(-age/half_life) over its uses, age in tokens of its own layer; LRU the number
-// of the publish that used it last. Scores are kept for every record, resident or not. They are stored as
-// log2(score) + clock/half_life, which does not change between uses: all records of a layer keep their order while they
-// decay, so each layer has a static min-heap of its residents and only the heaps' tops are compared across layers, each
-// at its own layer's clock (layers that a step has not reached yet are not aged by it).
+// Scores. CRF (combined recency and frequency) gives a record
+//
+//   0.9 * sum of 2^(-age / half_life) + 0.1 * sum of 2^(-age / long_half_life)    over its uses,
+//
+// the first for what the text is about now, the second for what the model likes in general. A use that has just
+// happened counts 1. Age is that of a sequence, in tokens of the record's own layer: a publish of decode rows ages the
+// layer by one, whatever their number; one of n prompt tokens by n. LRU gives it the number of the publish that used it
+// last. Scores are kept for every record, resident or not.
+//
+// A free slot takes whatever was used. After that a record gets one only for a score of at least `floor` (a single use
+// is not enough) and more than `margin` times that of the worst resident; with LRU, always. Residents are compared
+// across layers, each at its own layer's clock: layers that a step has not reached yet are not aged by it.
 //
 // Life of a slot: free -> in flight (named as a destination) -> resident (the next publish of the client has come,
 // hence the fill is complete) -> in flight for another record. free + in flight + resident == capacity at all times.
 //
-// A publish costs O(uses * (log E + L)) and allocates nothing. Not thread-safe.
+// A publish costs O(E) with a small constant (each layer's worst resident is found by a scan that vectorises), an
+// eviction O(E + L). Nothing is allocated. Not thread-safe.
 class SlotTable {
  public:
   // Throws std::invalid_argument for sizes out of range.
-  SlotTable(int num_layers, int num_experts, int num_slots, SlotPolicy policy, double half_life_tokens);
+  SlotTable(int num_layers, int num_experts, int num_slots, const SlotPolicyOptions& options = {});
 
   int num_layers() const { return num_layers_; }
   int num_experts() const { return num_experts_; }
@@ -67,12 +85,11 @@ class SlotTable {
   // A publish is begin_publish, any number of admit calls, end_publish.
   //
   // begin: earlier fills are complete and become resident; `uses` (distinct experts of one layer) are looked up, scored
-  // and protected from eviction until end_publish. num_tokens: admitting tokens of the publish.
-  void begin_publish(int layer, std::span<ExpertUse> uses, int num_tokens);
-  // Score of a record at its layer's clock, comparable across layers; -infinity when it was never used.
-  double score(int layer, int expert) const;
-  // Gives the fetched record a slot if one is free, or if its score beats the worst resident's (CRF) or any resident
-  // can go (LRU). Sets use.destination.
+  // and protected from eviction until end_publish. num_tokens, num_run_tokens: admitting tokens of the publish.
+  void begin_publish(int layer, std::span<ExpertUse> uses, int num_tokens, int num_run_tokens);
+  // Score of a record at its layer's clock, comparable across layers; 0 when it was never used.
+  double score(int layer, int expert) const { return score_of(key(layer, expert)); }
+  // Gives the fetched record a slot if one is free, or if it deserves that of the worst resident. Sets use.destination.
   void admit(int layer, ExpertUse& use);
   void end_publish(int layer, std::span<const ExpertUse> uses);
 
@@ -115,14 +132,14 @@ class SlotTable {
   enum class State : std::uint8_t { kFree, kInFlight, kResident };
 
   std::int32_t key(int layer, int expert) const { return layer * num_experts_ + expert; }
-  std::int32_t* heap(int layer) { return heap_.data() + static_cast<std::ptrdiff_t>(layer) * num_experts_; }
-  const std::int32_t* heap(int layer) const { return heap_.data() + static_cast<std::ptrdiff_t>(layer) * num_experts_; }
-  bool before(std::int32_t a, std::int32_t b) const;
-  void heap_insert(int layer, std::int32_t key);
-  void heap_remove(int layer, std::int32_t key);
-  void sift_up(int layer, int position);
-  void sift_down(int layer, int position);
-  void refresh_top(int layer);
+  std::size_t first_key(int layer) const { return static_cast<std::size_t>(layer) * num_experts_; }
+  double score_of(std::int32_t key) const;
+  void age(int layer, int tokens);
+  // Candidates for eviction are the residents that were offered and not withdrawn since.
+  void offer(std::int32_t key);
+  void withdraw(std::int32_t key);
+  void find_worst(int layer);
+  bool deserves_slot(double score, double worst_score) const;
   int worst_layer() const;
   void release(std::int32_t slot);
   void rebuild_free_list();
@@ -132,14 +149,13 @@ class SlotTable {
 
   int num_layers_;
   int num_experts_;
-  SlotPolicy policy_;
-  double half_life_;
-  double decay_per_token_;
+  SlotPolicyOptions options_;
 
   // By key = layer * num_experts + expert.
-  std::vector<std::int32_t> slot_of_key_;    // -1: in no slot
-  std::vector<std::int32_t> heap_position_;  // -1: not in its layer's heap
-  std::vector<double> log_score_;
+  std::vector<std::int32_t> slot_of_key_;  // -1: in no slot
+  std::vector<float> recent_, lasting_;    // the two sums (CRF)
+  std::vector<std::uint64_t> last_use_;    // number of the publish (LRU)
+  std::vector<float> barrier_;             // 0 for candidates, +infinity for everything else
   // By slot.
   std::vector<std::int32_t> key_of_slot_;
   std::vector<State> state_;
@@ -147,10 +163,8 @@ class SlotTable {
   std::vector<std::int32_t> free_;
   std::vector<std::int32_t> in_flight_;
   // By layer.
-  std::vector<std::int32_t> heap_;  // [num_layers, num_experts] keys, min-heaps by before()
-  std::vector<std::int32_t> heap_size_;
-  std::vector<double> top_log_score_;  // of the heap's top; +infinity when the heap is empty
-  std::vector<double> clock_;          // admitting tokens so far / half_life (CRF), 0 (LRU)
+  std::vector<std::int32_t> worst_;  // key of the worst candidate; -1 without any
+  std::vector<double> worst_score_;  // its score; +infinity without any
 
   std::uint64_t num_publishes_ = 0;
   std::int64_t evicted_total_ = 0;

@@ -32,7 +32,7 @@ struct Group {
       : geometry{kMaxTokens, kTopK, kHidden, kLayers, kExperts, kSharedTokens, s.route_rows ? 1u : 0u},
         segment(ft::SharedSegment::create("mailbox", ft::Mailbox::required_bytes(geometry))),
         mailbox(ft::Mailbox::create(segment, 1, geometry, 0xfffffff0u)),
-        slots(std::make_shared<ft::SlotTable>(kLayers, kExperts, s.num_slots, ft::SlotPolicy::kCrf, 32.0)),
+        slots(std::make_shared<ft::SlotTable>(kLayers, kExperts, s.num_slots)),
         cache(mailbox, slots, s.fraction, s.in_place, s.spin_us,
               std::vector<std::int64_t>(kLayers, bank.layout.stride_bytes), true, s.fetchable),
         cpu(mailbox, bank.store, make_pool(1), s.spin_us, true),

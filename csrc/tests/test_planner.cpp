@@ -50,7 +50,7 @@ void test_random_publishes(int num_slots, double fraction, bool in_place, unsign
   for (std::uint8_t& record : fetchable) record = random() % 100 >= unreadable_percent;
   const auto can_fetch = [&](int layer, int expert) { return fetchable.empty() || fetchable[layer * 10 + expert]; };
   ft::LayerPlanner planner(kGeometry, kMaxEntries, fetchable);
-  ft::SlotTable slots(2, 10, num_slots, ft::SlotPolicy::kCrf, 16.0);
+  ft::SlotTable slots(2, 10, num_slots);
   std::vector<std::int32_t> slot_of(20, 77);
   slots.set_mirror(slot_of.data());
   int refusals = 0;
@@ -64,7 +64,7 @@ void test_random_publishes(int num_slots, double fraction, bool in_place, unsign
     std::set<int> admitting;
     for (int t = 0; t < num_tokens; ++t) {
       const bool is_padding = random() % 4 == 0;
-      admit[t] = random() % 2;
+      admit[t] = random() % 3;
       for (int k = 0; k < 3; ++k) {
         const int expert = is_padding ? -1 : static_cast<int>(random() % 10);
         ids[t * 3 + k] = expert;
@@ -138,7 +138,7 @@ void test_random_publishes(int num_slots, double fraction, bool in_place, unsign
 
 void test_best_scored_are_fetched() {
   ft::LayerPlanner planner(kGeometry, kMaxEntries);
-  ft::SlotTable slots(2, 10, 0, ft::SlotPolicy::kCrf, 16.0);
+  ft::SlotTable slots(2, 10, 0);
   for (int i = 0; i < 4; ++i) make_plan(planner, slots, 0, {7, 8, 7}, {1}, 0.5, false);
   const Planned planned = make_plan(planner, slots, 0, {1, 7, 2}, {1}, 0.34, false);
   CHECK(planned.header.num_fetches == 1 && planned.entries[0].expert == 7 && planned.entries[1].expert == 1);
@@ -146,7 +146,7 @@ void test_best_scored_are_fetched() {
 
 void test_values_out_of_range() {
   ft::LayerPlanner planner(kGeometry, kMaxEntries);
-  ft::SlotTable slots(2, 10, 4, ft::SlotPolicy::kCrf, 16.0);
+  ft::SlotTable slots(2, 10, 4);
   const auto refused = [&](int layer, const std::vector<std::int32_t>& ids, std::size_t tokens, bool device_only) {
     const std::vector<std::uint8_t> admit(tokens, 1);
     return make_plan(planner, slots, layer, ids, admit, 1.0, false, device_only).refusal ==

@@ -42,7 +42,8 @@ struct Group {
   Group(const Bank& bank, const Settings& s)
       : segment(ft::SharedSegment::create("mailbox", ft::Mailbox::required_bytes(kGeometry))),
         mailbox(ft::Mailbox::create(segment, 1, kGeometry, 0xffffffe0u)),
-        slots(std::make_shared<ft::SlotTable>(kLayers, kExperts, s.num_slots, s.policy, 32.0)),
+        slots(
+            std::make_shared<ft::SlotTable>(kLayers, kExperts, s.num_slots, ft::SlotPolicyOptions{.policy = s.policy})),
         cache(mailbox, slots, s.fraction, s.in_place, s.spin_us,
               std::vector<std::int64_t>(kLayers, bank.layout.stride_bytes)),
         cpu(mailbox, bank.store, make_pool(1), s.spin_us),
@@ -219,7 +220,8 @@ void test_mismatches(const Bank& bank) {
   auto mailbox = ft::Mailbox::create(segment, 1, other);
   CHECK(failure_of([&] { ft::CpuServer(mailbox, bank.store, make_pool(1), 0); }).find("num_experts is 8") !=
         std::string::npos);
-  auto slots = std::make_shared<ft::SlotTable>(kLayers, kExperts, 4, ft::SlotPolicy::kLru, 32.0);
+  auto slots =
+      std::make_shared<ft::SlotTable>(kLayers, kExperts, 4, ft::SlotPolicyOptions{.policy = ft::SlotPolicy::kLru});
   const std::vector<std::int64_t> bytes(kLayers, 4096);
   CHECK(failure_of([&] { ft::CacheServer(mailbox, slots, 0.5, false, 0, bytes); }).find("7") != std::string::npos);
   mailbox = ft::Mailbox::create(segment, 1, kGeometry);
@@ -252,7 +254,7 @@ void test_processes(const Bank& bank, bool deterministic) {
     box->part().bell.wait([&] { return box->aborted(); }, 0, -1);
   };
   const pid_t cache_process = fork_server(segment->fd(), [&](const std::shared_ptr<ft::Mailbox>& box) {
-    auto slots = std::make_shared<ft::SlotTable>(kLayers, kExperts, 6, ft::SlotPolicy::kCrf, 32.0);
+    auto slots = std::make_shared<ft::SlotTable>(kLayers, kExperts, 6);
     ft::CacheServer server(box, slots, 0.5, false, 0, std::vector<std::int64_t>(kLayers, 1));
     server.start();
     wait_for_abort(box);

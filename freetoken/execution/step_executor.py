@@ -16,7 +16,7 @@ from freetoken.execution.constraints import Grammars
 from freetoken.execution.experts import ExpertRunner
 from freetoken.execution.sampling import Sampled, sample
 from freetoken.messages import ActorName, RowResult, StepFailed, StepPlan, StepResult, StepRow
-from freetoken.models.decoder import Decoder, DecoderBatch, DecoderOps
+from freetoken.models.decoder import ADMIT_ROW, ADMIT_RUN, Decoder, DecoderBatch, DecoderOps
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,10 @@ class StepExecutor:
             tables[index, : used[index]] = state.blocks[: used[index]]
             slots[begin:end] = state.blocks[span // block_size].astype(np.int64) * block_size + span % block_size
             decoding = row.num_tokens == 1 and row.sample
-            admit[max(begin, end - (1 if decoding else self._limits.seed_tail_tokens)) : end] = 1
+            if decoding:
+                admit[end - 1] = ADMIT_ROW
+            else:
+                admit[max(begin, end - self._limits.seed_tail_tokens) : end] = ADMIT_RUN
             if row.sample:
                 wanted.append(end - 1)
         return DecoderBatch(

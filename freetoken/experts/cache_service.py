@@ -160,7 +160,14 @@ class ExpertCacheService(Service):
         resize, self._resize = self._resize, None
         if self.slots is None:
             self.slots = SlotTable(
-                len(model.moe_layers), model.num_experts, arena.num_slots, experts.policy, experts.half_life_tokens
+                len(model.moe_layers),
+                model.num_experts,
+                arena.num_slots,
+                experts.policy,
+                experts.half_life_tokens,
+                experts.long_half_life_tokens,
+                experts.admission_margin,
+                experts.admission_floor,
             )
         elif arena.arena_id == self._arena_id and resize is not None and resize[0] == arena.resize_id:
             self.slots.resize(resize[1])  # the epoch ended when the device had made it

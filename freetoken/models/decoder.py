@@ -21,6 +21,11 @@ from freetoken.models.spec import ModelSpec, RouterSpec
 Array = Any
 """An activation, weight or index array of the kind that the ops in use work with (NumPy, torch on some device)."""
 
+ADMIT_ROW = 1
+"""Flag of a token whose experts may fill slots: the one token of its row."""
+ADMIT_RUN = 2
+"""The same, of one of a prompt's last tokens, which follow each other."""
+
 
 @dataclass(slots=True)
 class DecoderBatch:
@@ -28,7 +33,8 @@ class DecoderBatch:
 
     ``positions`` [T] int32; ``token_ids`` [T] int64; ``slot_mapping`` [T] int64 (block * block_size + offset, -1 writes
     no KV); ``row_starts`` [R + 1] int32; ``block_tables`` [R, max_blocks] int32 padded with -1; ``admit`` [T] uint8 (0
-    keeps a token's experts out of the slots); ``logit_tokens`` [S] int64, the token indices whose logits are wanted.
+    keeps a token's experts out of the slots, ``ADMIT_ROW`` is a decode row, ``ADMIT_RUN`` one of a prompt's last
+    tokens); ``logit_tokens`` [S] int64, the token indices whose logits are wanted.
     NumPy arrays until ``DecoderOps.upload``.
     """
 

@@ -192,7 +192,14 @@ class CudaRig:
             if self.slots is None:
                 experts, num_slots = self.launch.config.experts, self.arena.num_slots
                 self.slots = SlotTable(
-                    len(spec.moe_layers), spec.num_experts, num_slots, experts.policy, experts.half_life_tokens
+                    len(spec.moe_layers),
+                    spec.num_experts,
+                    num_slots,
+                    experts.policy,
+                    experts.half_life_tokens,
+                    experts.long_half_life_tokens,
+                    experts.admission_margin,
+                    experts.admission_floor,
                 )
         if first:
             self.runtime.prepare(self._capture)

@@ -91,6 +91,9 @@ def test_bad_settings_are_refused():
         ((L, E, 4, "fifo"), "fifo"),
         ((L, E, 4, "crf", 0.0), "half_life"),
         ((L, E, 4, "crf", float("nan")), "half_life"),
+        ((L, E, 4, "crf", 8.0, 4.0), "long_half_life"),
+        ((L, E, 4, "crf", 8.0, 64.0, 0.9), "margin"),
+        ((L, E, 4, "crf", 8.0, 64.0, 1.0, -1.0), "floor"),
     ):
         with pytest.raises(ValueError, match=match):
             _native.SlotTable(*arguments)

@@ -37,6 +37,7 @@ from freetoken.execution.sampling import Sampled, sample
 from freetoken.execution.step_executor import StepLimits
 from freetoken.grammar import ConstraintError
 from freetoken.messages import ActorName, ExpertCounters, RowResult, StepFailed, StepPlan, StepResult, StepRow
+from freetoken.models.decoder import ADMIT_ROW, ADMIT_RUN
 
 logger = logging.getLogger(__name__)
 
@@ -296,7 +297,7 @@ class CudaStepExecutor:
             mapping[i] = int(state.blocks[start // block_size]) * block_size + start % block_size
             request_slot[i] = slots[i]
             sample_slot[i] = slots[i] if row.sample else 0
-            admit[i] = 1 if row.sample or self._limits.seed_tail_tokens else 0
+            admit[i] = ADMIT_ROW if row.sample or self._limits.seed_tail_tokens else 0
             if row.sample:
                 draws.append(Draw(state, 0, i, samples_on_host(state)))
         _fill_sampling(views, draws, shape.samples)
@@ -387,7 +388,8 @@ class CudaStepExecutor:
                     state.blocks[span // block_size].astype(np.int64) * block_size + span % block_size
                 )
                 decoding = row.num_tokens == 1 and row.sample
-                views["admit"][cells] = span >= row.start + row.num_tokens - (1 if decoding else tail)
+                admitted = span >= row.start + row.num_tokens - (1 if decoding else tail)
+                views["admit"][cells] = np.where(admitted, ADMIT_ROW if decoding else ADMIT_RUN, 0)
 
     @staticmethod
     def _copy_logits(logits: Tensor, draws: list[Draw]) -> Tensor | None:

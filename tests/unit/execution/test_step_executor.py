@@ -152,9 +152,9 @@ def test_admission_flags_and_batch_layout() -> None:
     setup.run(start("a", prompt(5), (10, 11)))
     setup.run(decode("a", 5), start("b", prompt(6, 2), (2, 1), count=5), start("c", prompt(1, 3), (3,)))
     first, second = setup.ops.batches
-    assert first.admit.tolist() == [0, 0, 0, 1, 1]
+    assert first.admit.tolist() == [0, 0, 0, 2, 2]
     assert first.slot_mapping.tolist() == [40, 41, 42, 43, 44]
-    assert second.admit.tolist() == [1, 0, 0, 0, 1, 1, 1]
+    assert second.admit.tolist() == [1, 0, 0, 0, 2, 2, 1]
     assert second.positions.tolist() == [5, 0, 1, 2, 3, 4, 0]
     assert second.slot_mapping.tolist() == [45, 8, 9, 10, 11, 4, 12]
     assert second.row_starts.tolist() == [0, 1, 6, 7]
