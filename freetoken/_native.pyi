@@ -350,7 +350,7 @@ class SlotTable:
         num_slots: int,
         policy: str = "crf",
         half_life_tokens: float = 8.0,
-        long_half_life_tokens: float = 1024.0,
+        long_half_life_tokens: float = 512.0,
         margin: float = 1.5,
         floor: float = 1.2,
     ) -> None: ...
@@ -390,6 +390,19 @@ class SlotTable:
     def invalidate_all(self) -> None: ...
     def check_integrity(self) -> None:
         """``AssertionError`` when free + resident + in flight != capacity or the two directions disagree."""
+
+def replay_publishes(
+    slots: SlotTable,
+    top_k: int,
+    fetch_fraction: float,
+    layers: NDArray[np.int32],
+    token_counts: NDArray[np.int32],
+    ids: NDArray[np.int32],
+    admit: NDArray[np.uint8],
+) -> NDArray[np.int64]:
+    """Plan N publishes as a server would, one after the other: ``layers`` and ``token_counts`` [N]; ``ids``
+    [sum of token_counts, K] (-1: none) and ``admit`` [sum] of their tokens. Returns [N, 5]: hits, fetches, cpu,
+    admitted, evicted. ``slots`` ends up as the last publish leaves it."""
 
 @final
 class SideCost:
@@ -514,6 +527,15 @@ class CacheServer:
 
     def score_curve(self, capacities: Sequence[int]) -> list[float]:
         """Of the table it owns; any time."""
+    def log_routes(self, mode: str, sampled_layers: Sequence[int]) -> None:
+        """Keep what is published from now on: ``off``, ``sample`` (decode batches of these layers) or ``all``."""
+
+    def drain_routes(self) -> bytes:
+        """The records kept since the last call, in the form of a route trace's file."""
+
+    @property
+    def dropped_routes(self) -> int:
+        """Publishes that were not kept because nobody drained."""
 
     def counters(self) -> dict[str, int]:
         """hits, fetches, cpu, admitted, evicted, fetched_bytes, cpu_bytes, publishes, plan_ns (cumulative), resident,

@@ -17,6 +17,7 @@
 #include "cache_server.h"
 #include "cpu_server.h"
 #include "device_client.h"
+#include "layer_planner.h"
 #include "mailbox.h"
 #include "slot_table.h"
 
@@ -274,6 +275,57 @@ void bind_mailbox_class(py::module_& m) {
       .def_property_readonly("overdue", &overdue_party);
 }
 
+// See _native.pyi. The planner's and the table's own code, publish by publish.
+py::array_t<std::int64_t> replay_publishes(SlotTable& owned_table, int top_k, double fetch_fraction,
+                                           const py::object& layers_object, const py::object& token_counts_object,
+                                           const py::object& ids_object, const py::object& admit_object) {
+  SlotTable& table = unowned(owned_table);
+  const auto layers = view_array<const std::int32_t>(layers_object, "layers", 1);
+  const auto token_counts = view_array<const std::int32_t>(token_counts_object, "token_counts", 1);
+  const auto ids = view_array<const std::int32_t>(ids_object, "ids", 2);
+  const auto admit = view_array<const std::uint8_t>(admit_object, "admit", 1);
+  check_extent("token_counts", 0, token_counts.shape[0], layers.shape[0]);
+  check_extent("ids", 1, ids.shape[1], top_k);
+  check_extent("admit", 0, admit.shape[0], ids.shape[0]);
+  if (!(fetch_fraction >= 0.0 && fetch_fraction <= 1.0)) throw py::value_error("fetch_fraction is not in 0..1");
+  std::int64_t total = 0;
+  std::int32_t most = 1;
+  for (std::int64_t i = 0; i < layers.shape[0]; ++i) {
+    check_index("layer", layers.data[i], table.num_layers());
+    if (token_counts.data[i] < 0) throw py::value_error("token_counts has a negative entry");
+    total += token_counts.data[i];
+    most = std::max(most, token_counts.data[i]);
+  }
+  check_extent("ids", 0, ids.shape[0], total);
+  MailboxGeometry geometry;
+  geometry.max_tokens = geometry.max_shared_tokens = static_cast<std::uint32_t>(most);
+  geometry.top_k = static_cast<std::uint32_t>(top_k);
+  geometry.num_layers = static_cast<std::uint32_t>(table.num_layers());
+  geometry.num_experts = static_cast<std::uint32_t>(table.num_experts());
+  LayerPlanner planner(geometry, geometry.num_experts);
+  std::vector<PlanEntry> entries(geometry.num_experts);
+  std::vector<std::int32_t> routes(static_cast<std::size_t>(most) * top_k);
+  py::array_t<std::int64_t> result({static_cast<py::ssize_t>(layers.shape[0]), py::ssize_t{5}});
+  std::int64_t* out = result.mutable_data();
+  py::gil_scoped_release release;
+  std::int64_t row = 0;
+  for (std::int64_t i = 0; i < layers.shape[0]; ++i) {
+    const int count = token_counts.data[i];
+    const PublishView publish{layers.data[i], count, top_k, ids.data + row * top_k, admit.data + row, false};
+    PlanHeader header{};
+    if (planner.plan(publish, table, fetch_fraction, false, header, entries.data(), routes.data()) !=
+        AbortReason::kNone) {
+      throw std::invalid_argument("publish " + std::to_string(i) + " names an expert that does not exist");
+    }
+    for (const std::uint32_t n :
+         {header.num_hits, header.num_fetches, header.num_cpu, header.num_admitted, header.num_evicted}) {
+      *out++ = n;
+    }
+    row += count;
+  }
+  return result;
+}
+
 void bind_slot_table(py::module_& m) {
   py::class_<SlotResize>(m, "SlotResize", py::is_final())
       .def_readonly("num_slots", &SlotResize::num_slots)
@@ -284,6 +336,8 @@ void bind_slot_table(py::module_& m) {
                                return result;
                              })
       .def_readonly("evicted", &SlotResize::evicted);
+  m.def("replay_publishes", &replay_publishes, py::arg("slots").none(false), py::arg("top_k"),
+        py::arg("fetch_fraction"), py::arg("layers"), py::arg("token_counts"), py::arg("ids"), py::arg("admit"));
   py::class_<SlotTable, std::shared_ptr<SlotTable>>(m, "SlotTable", py::is_final())
       .def(py::init([](int num_layers, int num_experts, int num_slots, const std::string& policy,
                        double half_life_tokens, double long_half_life_tokens, double margin, double floor) {
@@ -468,6 +522,29 @@ void bind_servers(py::module_& m) {
             return score_curve(server.scores(), capacities);
           },
           py::arg("capacities"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "log_routes",
+          [](CacheServer& server, const std::string& mode, const std::vector<int>& sampled_layers) {
+            using Mode = RouteLog::Mode;
+            if (mode != "off" && mode != "sample" && mode != "all") {
+              throw py::value_error("mode '" + mode + "' is not 'off', 'sample' or 'all'");
+            }
+            server.route_log().set_mode(mode == "off"      ? Mode::kOff
+                                        : mode == "sample" ? Mode::kSample
+                                                           : Mode::kAll,
+                                        sampled_layers);
+          },
+          py::arg("mode"), py::arg("sampled_layers"))
+      .def("drain_routes",
+           [](CacheServer& server) {
+             std::string records;
+             {
+               py::gil_scoped_release release;
+               records = server.route_log().drain();
+             }
+             return py::bytes(records);
+           })
+      .def_property_readonly("dropped_routes", [](CacheServer& server) { return server.route_log().num_dropped(); })
       .def("counters",
            [](const CacheServer& server) {
              const CacheCounters c = server.counters();

@@ -29,6 +29,7 @@ CacheServer::CacheServer(std::shared_ptr<Mailbox> mailbox, std::shared_ptr<SlotT
       record_bytes_(std::move(record_bytes)),
       wait_(device_client, spin_us),
       planner_(mailbox_->geometry(), mailbox_->max_entries(), std::move(fetchable)),
+      route_log_(mailbox_->geometry().num_layers, kRouteLogBytes),
       layers_(static_cast<std::size_t>(mailbox_->geometry().num_layers) * 3) {
   const MailboxGeometry& g = mailbox_->geometry();
   if (slots_->num_layers() != static_cast<int>(g.num_layers) ||
@@ -193,6 +194,12 @@ bool CacheServer::answer(std::uint32_t seq) {
     return false;
   }
   header.seq = seq;
+  if (route_log_.wants(request.layer, request.num_tokens)) {
+    route_log_.push(
+        RouteRecord{request.step_id, request.layer, request.num_tokens, static_cast<std::uint16_t>(request.top_k),
+                    static_cast<std::uint16_t>(request.flags), 0},
+        mailbox_->ids(), mailbox_->weights(), mailbox_->admit());
+  }
   // The client may publish again, and so overwrite the request, as soon as it has the plan: nothing of it is read
   // below.
   const PlanHeader plan = header;

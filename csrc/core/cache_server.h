@@ -12,6 +12,7 @@
 #include "client_wait.h"
 #include "layer_planner.h"
 #include "mailbox.h"
+#include "route_log.h"
 #include "slot_table.h"
 #include "split_planner.h"
 
@@ -45,6 +46,8 @@ struct CacheCounters {
 
 class CacheServer {
  public:
+  static constexpr std::size_t kRouteLogBytes = std::size_t{16} << 20;
+
   // record_bytes: by layer. device_client: the client rings no bells. fetchable: see LayerPlanner. Throws
   // std::invalid_argument when sizes of the parts do not match, or fraction is not in [0, 1].
   CacheServer(std::shared_ptr<Mailbox> mailbox, std::shared_ptr<SlotTable> slots, double fetch_fraction, bool in_place,
@@ -75,6 +78,8 @@ class CacheServer {
   SlotResize plan_resize(int num_slots);
   void resize(const SlotResize& plan);
   std::vector<double> scores();  // any time
+  // What was published, if somebody wants to know. Any thread.
+  RouteLog& route_log() { return route_log_; }
   // Any thread, any time. Cumulative but for resident and in_flight.
   CacheCounters counters() const;
   // [num_layers, 3]: hits, fetches, cpu.
@@ -114,6 +119,7 @@ class CacheServer {
   const std::vector<std::int64_t> record_bytes_;
   ClientWait wait_;
   LayerPlanner planner_;
+  RouteLog route_log_;
 
   // The server thread takes a new planner, and shows what its own does, only when nobody else has the lock: it never
   // waits for it.

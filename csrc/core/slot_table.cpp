@@ -11,11 +11,15 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr float kInfinityF = std::numeric_limits<float>::infinity();
-constexpr float kRecentShare = 0.9f;
-constexpr float kLastingShare = 0.1f;
 constexpr float kNegligible = 1e-20f;
+constexpr double kFirstTrust = 0.5;
+constexpr double kLeastTrust = 0.05;
+constexpr double kTrustRate = 0.05;  // a layer's trust follows its last 20 publishes or so
 
-float mix(float recent, float lasting) { return kRecentShare * recent + kLastingShare * lasting; }
+// Of 2^(-age / half_life) over all tokens seen: by this, decayed sums of uses become uses per token.
+double total_weight(double tokens_seen, double half_life) {
+  return (1.0 - std::exp2(-tokens_seen / half_life)) / (1.0 - std::exp2(-1.0 / half_life));
+}
 
 // Of 2^(-age / half_life) over ages 0..tokens - 1.
 float mean_decay(int tokens, double half_life) {
@@ -64,6 +68,10 @@ SlotTable::SlotTable(int num_layers, int num_experts, int num_slots, const SlotP
   } else {
     recent_.assign(num_keys, 0.0f);
     lasting_.assign(num_keys, 0.0f);
+    trust_.assign(num_layers, kFirstTrust);
+    tokens_seen_.assign(num_layers, 0.0);
+    recent_factor_.assign(num_layers, 0.0f);
+    lasting_factor_.assign(num_layers, 0.0f);
   }
   barrier_.assign(num_keys, kInfinityF);
   key_of_slot_.assign(num_slots, -1);
@@ -83,7 +91,30 @@ int SlotTable::lookup(int layer, int expert) const {
 
 double SlotTable::score_of(std::int32_t k) const {
   if (options_.policy == SlotPolicy::kLru) return static_cast<double>(last_use_[k]);
-  return mix(recent_[k], lasting_[k]);
+  const int layer = k / num_experts_;
+  return recent_factor_[layer] * recent_[k] + lasting_factor_[layer] * lasting_[k];
+}
+
+// Before a publish is scored. Either average foretold each expert that it names with some probability; the share that
+// is the lasting one's of the probability of both together is the evidence for it (one step of expectation maximisation
+// for the weights of a mixture).
+void SlotTable::learn_trust(int layer, std::span<const ExpertUse> uses) {
+  const double trust = trust_[layer];
+  const double by_recent = (1.0 - trust) / total_weight(tokens_seen_[layer], options_.half_life_tokens);
+  const double by_lasting = trust / total_weight(tokens_seen_[layer], options_.long_half_life_tokens);
+  const double unforeseen = 0.1 / num_experts_;
+  double evidence = 0.0;
+  int count = 0;
+  for (const ExpertUse& use : uses) {
+    if (use.tokens <= 0 && use.run_tokens <= 0) continue;
+    const std::int32_t k = key(layer, use.expert);
+    const double recent = by_recent * recent_[k] + (1.0 - trust) * unforeseen;
+    const double lasting = by_lasting * lasting_[k] + trust * unforeseen;
+    evidence += lasting / (recent + lasting);
+    ++count;
+  }
+  if (count == 0) return;
+  trust_[layer] = std::clamp(trust + kTrustRate * (evidence / count - trust), kLeastTrust, 1.0 - kLeastTrust);
 }
 
 // Decayed sums of records that nobody uses any more end at 0, not in denormal numbers, which are slow.
@@ -98,6 +129,11 @@ void SlotTable::age(int layer, int tokens) {
     recent[e] = r < kNegligible ? 0.0f : r;
     lasting[e] = l < kNegligible ? 0.0f : l;
   }
+  tokens_seen_[layer] += tokens;
+  recent_factor_[layer] =
+      static_cast<float>((1.0 - trust_[layer]) / total_weight(tokens_seen_[layer], options_.half_life_tokens));
+  lasting_factor_[layer] =
+      static_cast<float>(trust_[layer] / total_weight(tokens_seen_[layer], options_.long_half_life_tokens));
 }
 
 void SlotTable::begin_publish(int layer, std::span<ExpertUse> uses, int num_tokens, int num_run_tokens) {
@@ -115,6 +151,7 @@ void SlotTable::begin_publish(int layer, std::span<ExpertUse> uses, int num_toke
   float run_recent = 1.0f;
   float run_lasting = 1.0f;
   if (is_crf && (num_tokens > 0 || num_run_tokens > 0)) {
+    if (tokens_seen_[layer] > 0.0) learn_trust(layer, uses);
     age(layer, num_tokens > 0 ? 1 : num_run_tokens);
     // Which tokens of a run chose the expert is not looked at: every use weighs the mean of the decays at its end.
     run_recent = mean_decay(num_run_tokens, options_.half_life_tokens);
@@ -136,9 +173,10 @@ void SlotTable::begin_publish(int layer, std::span<ExpertUse> uses, int num_toke
   find_worst(layer);
 }
 
-bool SlotTable::deserves_slot(double score, double worst_score) const {
+bool SlotTable::deserves_slot(int layer, double score, double worst_score) const {
   if (options_.policy == SlotPolicy::kLru) return true;
-  return score >= options_.floor && score > options_.margin * worst_score;
+  const double of_one_use = static_cast<double>(recent_factor_[layer]) + lasting_factor_[layer];
+  return score >= options_.floor * of_one_use && score > options_.margin * worst_score;
 }
 
 void SlotTable::admit(int layer, ExpertUse& use) {
@@ -150,7 +188,7 @@ void SlotTable::admit(int layer, ExpertUse& use) {
     free_.pop_back();
   } else {
     const int victim_layer = worst_layer();
-    if (victim_layer < 0 || !deserves_slot(score_of(k), worst_score_[victim_layer])) return;
+    if (victim_layer < 0 || !deserves_slot(layer, score_of(k), worst_score_[victim_layer])) return;
     const std::int32_t victim = worst_[victim_layer];
     slot = slot_of_key_[victim];
     withdraw(victim);
@@ -263,6 +301,9 @@ void SlotTable::find_worst(int layer) {
   }
   const float* recent = recent_.data() + first;
   const float* lasting = lasting_.data() + first;
+  const float by_recent = recent_factor_[layer];
+  const float by_lasting = lasting_factor_[layer];
+  const auto mix = [=](float r, float l) { return by_recent * r + by_lasting * l; };
   constexpr int kLanes = 16;
   float lanes[kLanes];
   std::fill(lanes, lanes + kLanes, kInfinityF);

@@ -17,9 +17,9 @@ SlotPolicy parse_slot_policy(const std::string& name);
 struct SlotPolicyOptions {
   SlotPolicy policy = SlotPolicy::kCrf;
   double half_life_tokens = 8.0;
-  double long_half_life_tokens = 1024.0;
+  double long_half_life_tokens = 512.0;
   double margin = 1.5;  // how many times the victim's score a newcomer's must be
-  double floor = 1.2;   // and at least this
+  double floor = 1.2;   // and at least how many times that of a single use
 };
 
 // One distinct expert of a publish. Tokens are counted in two kinds: `tokens` of different sequences (decode rows), and
@@ -48,18 +48,18 @@ struct SlotResize {
 // hit rate at that capacity. All 0 without scores.
 std::vector<double> score_curve(std::vector<double> scores, std::span<const std::int64_t> capacities);
 
-// Scores. CRF (combined recency and frequency) gives a record
+// Scores. CRF (combined recency and frequency) estimates how often a token will use the record, from two averages of
+// how often tokens did: a recent one (half-life of 8 tokens), for what the text is about now, and a lasting one (512),
+// for what the model likes in general. Each layer learns how far to trust which, from how well either has foretold the
+// experts that were used next: a change of subject makes the recent one count, a steady mixture the lasting one. Age is
+// that of a sequence, in tokens of the record's own layer: a publish of decode rows ages the layer by one, whatever
+// their number; one of n prompt tokens by n. LRU gives a record the number of the publish that used it last. Scores are
+// kept for every record, resident or not.
 //
-//   0.9 * sum of 2^(-age / half_life) + 0.1 * sum of 2^(-age / long_half_life)    over its uses,
-//
-// the first for what the text is about now, the second for what the model likes in general. A use that has just
-// happened counts 1. Age is that of a sequence, in tokens of the record's own layer: a publish of decode rows ages the
-// layer by one, whatever their number; one of n prompt tokens by n. LRU gives it the number of the publish that used it
-// last. Scores are kept for every record, resident or not.
-//
-// A free slot takes whatever was used. After that a record gets one only for a score of at least `floor` (a single use
-// is not enough) and more than `margin` times that of the worst resident; with LRU, always. Residents are compared
-// across layers, each at its own layer's clock: layers that a step has not reached yet are not aged by it.
+// A free slot takes whatever was used. After that a record gets one only for a score of at least `floor` times that of
+// a single use just now (which is not enough, then) and more than `margin` times that of the worst resident; with LRU,
+// always. Residents are compared across layers, each at its own layer's clock: layers that a step has not reached yet
+// are not aged by it.
 //
 // Life of a slot: free -> in flight (named as a destination) -> resident (the next publish of the client has come,
 // hence the fill is complete) -> in flight for another record. free + in flight + resident == capacity at all times.
@@ -134,12 +134,13 @@ class SlotTable {
   std::int32_t key(int layer, int expert) const { return layer * num_experts_ + expert; }
   std::size_t first_key(int layer) const { return static_cast<std::size_t>(layer) * num_experts_; }
   double score_of(std::int32_t key) const;
+  void learn_trust(int layer, std::span<const ExpertUse> uses);
   void age(int layer, int tokens);
   // Candidates for eviction are the residents that were offered and not withdrawn since.
   void offer(std::int32_t key);
   void withdraw(std::int32_t key);
   void find_worst(int layer);
-  bool deserves_slot(double score, double worst_score) const;
+  bool deserves_slot(int layer, double score, double worst_score) const;
   int worst_layer() const;
   void release(std::int32_t slot);
   void rebuild_free_list();
@@ -153,7 +154,7 @@ class SlotTable {
 
   // By key = layer * num_experts + expert.
   std::vector<std::int32_t> slot_of_key_;  // -1: in no slot
-  std::vector<float> recent_, lasting_;    // the two sums (CRF)
+  std::vector<float> recent_, lasting_;    // uses so far, each decayed by its age (CRF)
   std::vector<std::uint64_t> last_use_;    // number of the publish (LRU)
   std::vector<float> barrier_;             // 0 for candidates, +infinity for everything else
   // By slot.
@@ -163,8 +164,11 @@ class SlotTable {
   std::vector<std::int32_t> free_;
   std::vector<std::int32_t> in_flight_;
   // By layer.
-  std::vector<std::int32_t> worst_;  // key of the worst candidate; -1 without any
-  std::vector<double> worst_score_;  // its score; +infinity without any
+  std::vector<double> trust_;                          // of the lasting average, 0..1
+  std::vector<double> tokens_seen_;                    // its age
+  std::vector<float> recent_factor_, lasting_factor_;  // what a score is of the two sums
+  std::vector<std::int32_t> worst_;                    // key of the worst candidate; -1 without any
+  std::vector<double> worst_score_;                    // its score; +infinity without any
 
   std::uint64_t num_publishes_ = 0;
   std::int64_t evicted_total_ = 0;

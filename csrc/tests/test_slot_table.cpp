@@ -22,7 +22,8 @@ using Key = std::pair<int, int>;
 // The same rules, slowly: scores in double precision from every use, victims by looking at every resident. A decision
 // between scores that single precision cannot tell apart is taken from the table.
 struct Model {
-  Model(int layers, int slots, const SlotPolicyOptions& options) : options(options), now(layers, 0.0) {
+  Model(int layers, int experts, int slots, const SlotPolicyOptions& options)
+      : options(options), num_experts(experts), now(layers, 0.0), trust(layers, 0.5) {
     for (int slot = 0; slot < slots; ++slot) free.insert(slot);
   }
 
@@ -41,7 +42,31 @@ struct Model {
       recent += use.weight * std::exp2(-age / options.half_life_tokens);
       lasting += use.lasting_weight * std::exp2(-age / options.long_half_life_tokens);
     }
-    return 0.9 * recent + 0.1 * lasting;
+    return (1.0 - trust[key.first]) * per_token(recent, key.first, options.half_life_tokens) +
+           trust[key.first] * per_token(lasting, key.first, options.long_half_life_tokens);
+  }
+
+  // The share of `weight` in that of all tokens that the layer has seen.
+  double per_token(double weight, int layer, double half_life) const {
+    double all = 0.0;
+    for (int age = 0; age < now[layer]; ++age) all += std::exp2(-age / half_life);
+    return all > 0.0 ? weight / all : 0.0;
+  }
+
+  void learn(int layer, const std::vector<ExpertUse>& named_uses) {
+    double evidence = 0.0;
+    int count = 0;
+    const double held = trust[layer];
+    for (const ExpertUse& use : named_uses) {
+      if (use.tokens <= 0 && use.run_tokens <= 0) continue;
+      trust[layer] = 0.0;
+      const double recent = score({layer, use.expert}) + 0.1 / num_experts;
+      trust[layer] = 1.0;
+      const double lasting = score({layer, use.expert}) + 0.1 / num_experts;
+      evidence += held * lasting / (held * lasting + (1.0 - held) * recent);
+      ++count;
+    }
+    trust[layer] = count == 0 ? held : std::min(0.95, std::max(0.05, 0.95 * held + 0.05 * evidence / count));
   }
 
   static double run_weight(int tokens, double half_life) {
@@ -55,6 +80,7 @@ struct Model {
     for (const auto& [key, slot] : in_flight) resident[key] = slot;
     in_flight.clear();
     const bool is_lru = options.policy == SlotPolicy::kLru;
+    if (!is_lru && num_tokens + num_run_tokens > 0 && now[layer] > 0.0) learn(layer, named_uses);
     now[layer] += num_tokens > 0 ? 1 : num_run_tokens;
     named.clear();
     for (const ExpertUse& use : named_uses) {
@@ -81,7 +107,9 @@ struct Model {
     const double worst = worst_score();
     if (std::isinf(worst)) return 0;
     if (options.policy == SlotPolicy::kLru) return 1;
-    const double needed = std::max(options.floor, options.margin * worst);
+    const double one_use = (1.0 - trust[key.first]) * per_token(1.0, key.first, options.half_life_tokens) +
+                           trust[key.first] * per_token(1.0, key.first, options.long_half_life_tokens);
+    const double needed = std::max(options.floor * one_use, options.margin * worst);
     const double own = score(key);
     if (std::abs(own - needed) < 1e-4 * (own + needed)) return -1;
     return own > needed;
@@ -92,7 +120,9 @@ struct Model {
   }
 
   SlotPolicyOptions options;
+  int num_experts;
   std::vector<double> now;
+  std::vector<double> trust;  // of the lasting average
   double publishes = 0;
   std::map<Key, std::vector<Use>> uses;
   std::map<Key, int> resident, in_flight;
@@ -141,7 +171,7 @@ void compare_contents(const SlotTable& table, const Model& model) {
 void test_against_model(const SlotPolicyOptions& options, int layers, int experts, int slots, unsigned seed) {
   std::mt19937 random(seed);
   SlotTable table(layers, experts, slots, options);
-  Model model(layers, slots, options);
+  Model model(layers, experts, slots, options);
   std::int64_t evicted = 0;
   for (int step = 0; step < 1500; ++step) {
     if (random() % 200 == 0) {
@@ -195,26 +225,50 @@ void test_against_model(const SlotPolicyOptions& options, int layers, int expert
   compare_contents(table, model);
 }
 
-// One publish of n consecutive tokens that all chose the expert scores like n publishes of one.
+double ratio(const SlotTable& table, int expert, int other) { return table.score(0, expert) / table.score(0, other); }
+
+// One publish of n consecutive tokens ages and scores like n publishes of one, when all chose the expert.
 void test_score_of_runs() {
-  SlotTable one_by_one(1, 1, 0);
-  SlotTable at_once(1, 1, 0);
+  SlotTable one_by_one(1, 2, 0);
+  SlotTable at_once(1, 2, 0);
+  std::vector<ExpertUse> before{ExpertUse{.expert = 1, .tokens = 1}};
+  one_by_one.begin_publish(0, before, 1, 0);
+  at_once.begin_publish(0, before, 1, 0);
   std::vector<ExpertUse> single{ExpertUse{.expert = 0, .tokens = 1}};
-  for (int i = 0; i < 48; ++i) one_by_one.begin_publish(0, single, 1, 0);
-  std::vector<ExpertUse> all{ExpertUse{.expert = 0, .run_tokens = 48}};
-  at_once.begin_publish(0, all, 0, 48);
-  CHECK(std::abs(one_by_one.score(0, 0) - at_once.score(0, 0)) < 1e-4 * at_once.score(0, 0));
+  for (int i = 0; i < 7; ++i) one_by_one.begin_publish(0, single, 1, 0);
+  std::vector<ExpertUse> all{ExpertUse{.expert = 0, .run_tokens = 7}};
+  at_once.begin_publish(0, all, 0, 7);
+  CHECK(std::abs(ratio(one_by_one, 0, 1) / ratio(at_once, 0, 1) - 1.0) < 0.1);  // trust was learnt in other steps
 }
 
 // Rows of a batch are sequences of their own: the batch ages a layer by one token, and what b of them use counts b.
 void test_score_of_batches() {
-  SlotTable table(1, 2, 0);
-  std::vector<ExpertUse> uses{ExpertUse{.expert = 0, .tokens = 3}};
-  table.begin_publish(0, uses, 8, 0);
-  CHECK(std::abs(table.score(0, 0) - 3.0) < 1e-6);
-  for (int i = 0; i < 8; ++i) table.begin_publish(0, {}, 8, 0);
-  CHECK(std::abs(table.score(0, 0) - 3.0 * (0.9 * 0.5 + 0.1 * std::exp2(-8.0 / 1024.0))) < 1e-5);
-  CHECK(table.score(0, 1) == 0.0);
+  SlotTable table(1, 3, 0);
+  std::vector<ExpertUse> uses{ExpertUse{.expert = 0, .tokens = 3}, ExpertUse{.expert = 1, .tokens = 1}};
+  for (int i = 0; i < 40; ++i) table.begin_publish(0, uses, 8, 0);
+  CHECK(std::abs(table.score(0, 0) - 3.0) < 1e-4 && std::abs(table.score(0, 1) - 1.0) < 1e-4);  // uses per token
+  CHECK(table.score(0, 2) == 0.0);
+}
+
+// A steady mixture makes the lasting average count, a change of subject the recent one.
+void test_trust_follows_what_foretells() {
+  const auto score_of_the_past = [](bool changed) {
+    SlotTable table(1, 64, 0);
+    std::mt19937 random(5);
+    const auto step = [&](int from) {
+      std::vector<ExpertUse> uses{ExpertUse{.expert = from + static_cast<int>(random() % 16), .tokens = 1}};
+      table.begin_publish(0, uses, 1, 0);
+    };
+    for (int i = 0; i < 400; ++i) step(0);
+    // Then other experts, drawn from just as many; or only a few that come again at once.
+    for (int i = 0; i < 60; ++i) {
+      std::vector<ExpertUse> uses{
+          ExpertUse{.expert = changed ? 20 + i / 20 : static_cast<int>(random() % 16), .tokens = 1}};
+      table.begin_publish(0, uses, 1, 0);
+    }
+    return table.score(0, 3);
+  };
+  CHECK(score_of_the_past(false) > 3.0 * score_of_the_past(true));
 }
 
 void test_insert_only_if_better() {
@@ -312,6 +366,7 @@ int main() {
   }
   test_score_of_runs();
   test_score_of_batches();
+  test_trust_follows_what_foretells();
   test_insert_only_if_better();
   test_a_single_use_is_not_enough();
   test_layers_share_the_slots();

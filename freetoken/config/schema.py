@@ -98,15 +98,18 @@ class ExpertsConfig(_Section):
         True, description="Before the first launch of a model, measure what fetches and CPU experts cost (split=auto)."
     )
     policy: Literal["crf", "lru"] = Field("crf", description="Admission and eviction of expert slots.")
-    half_life_tokens: float = Field(8.0, gt=0, description="Half-life of the recent part of the score (crf).")
+    half_life_tokens: float = Field(8.0, gt=0, description="Half-life of the recent average of uses (crf).")
     long_half_life_tokens: float = Field(
-        1024.0, gt=0, description="Half-life of the lasting part, a tenth of the score (crf); not below the other."
+        512.0, gt=0, description="Half-life of the lasting average of uses (crf); not below the other."
     )
     admission_margin: float = Field(
         1.5, ge=1, description="How many times an evicted expert's score that of its successor must be (crf)."
     )
     admission_floor: float = Field(
-        1.2, ge=0, description="Score below which no expert evicts another (crf); one use just now is 1."
+        1.2,
+        ge=0,
+        description="Uses just now that an expert's score must be worth before it evicts another (crf); 0: any. Two "
+        "uses within some 20 tokens are worth 1.2.",
     )
     seed_tail_tokens: int = Field(
         32, ge=0, description="Last tokens of a prefill chunk whose experts may be admitted to slots."
