@@ -527,6 +527,7 @@ class CacheServer:
 
     def score_curve(self, capacities: Sequence[int]) -> list[float]:
         """Of the table it owns; any time."""
+
     def log_routes(self, mode: str, sampled_layers: Sequence[int]) -> None:
         """Keep what is published from now on: ``off``, ``sample`` (decode batches of these layers) or ``all``."""
 

@@ -603,8 +603,7 @@ void bind_device_client(py::module_& m) {
            py::arg("mailbox").none(false), py::arg("store").none(false), py::arg("slots").none(true),
            py::arg("slot_stride_bytes"), py::arg("pool").none(false), py::arg("spin_us"), py::arg("wait_timeout_s"),
            py::arg("deterministic"))
-      .def(
-          "set_num_slots", &DeviceClient::set_num_slots, py::arg("num_slots"))
+      .def("set_num_slots", &DeviceClient::set_num_slots, py::arg("num_slots"))
       .def(
           "begin_step",
           [](DeviceClient& client, std::int64_t step_id) { client.begin_step(static_cast<std::uint64_t>(step_id)); },

@@ -64,7 +64,8 @@ SlotResize SlotTable::plan_resize(int num_slots) const {
 }
 
 void SlotTable::resize(const SlotResize& plan) {
-  if (plan.num_publishes != num_publishes_) throw std::logic_error("slot table: a publish came between plan and resize");
+  if (plan.num_publishes != num_publishes_)
+    throw std::logic_error("slot table: a publish came between plan and resize");
   for (const std::int32_t slot : plan.evicted) {
     const std::int32_t k = key_of_slot_[slot];
     if (state_[slot] == State::kFree) continue;  // it was in flight, and the server has stopped since

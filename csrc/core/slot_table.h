@@ -44,8 +44,8 @@ struct SlotResize {
   std::uint64_t num_publishes = 0;  // of the table when it was planned
 };
 
-// For each capacity (ascending): the share of the sum of `scores` that the best so many records have, an estimate of the
-// hit rate at that capacity. All 0 without scores.
+// For each capacity (ascending): the share of the sum of `scores` that the best so many records have, an estimate of
+// the hit rate at that capacity. All 0 without scores.
 std::vector<double> score_curve(std::vector<double> scores, std::span<const std::int64_t> capacities);
 
 // Scores. CRF (combined recency and frequency) estimates how often a token will use the record, from two averages of
