@@ -47,6 +47,7 @@ from freetoken.kernels.triton.plan import (
 from freetoken.kernels.triton.rope_kv import PagedKV, rope_kv
 from freetoken.kernels.triton.router import norm_router, top_k
 from freetoken.kernels.triton.sampling import SamplerState, SamplingParameters, greedy, sample
+from freetoken.kernels.triton.token_mask import apply_token_masks
 from freetoken.quant.record import RecordLayout
 
 Finding = tuple[str, float, float]
@@ -379,6 +380,17 @@ def check_sampling(bench: Bench) -> Iterator[Finding]:
     yield "greedy", float((ids != logits.argmax(-1)).sum()), 0.0
 
 
+def check_token_masks(bench: Bench) -> Iterator[Finding]:
+    """Ruled out tokens of some rows, and that nothing else changes."""
+    logits = bench.randn(8, VOCAB, dtype=torch.float32, scale=3.0)
+    rows = torch.tensor([6, 1, 3], dtype=torch.int32, device=bench.device)
+    words = -(-VOCAB // 32)
+    masks = torch.randint(-(2**31), 2**31, (3, words), dtype=torch.int64, device=bench.device).to(torch.int32)
+    expected = reference.apply_token_masks(logits, rows, masks)
+    apply_token_masks(logits, rows, masks)
+    yield "token masks", float((logits != expected).sum()), 0.0
+
+
 def check_mailbox(bench: Bench) -> Iterator[Finding]:
     """Publish and wait against a responder, captured in a graph; then a late answer and an abort."""
     for tokens in (1, 4):
@@ -455,5 +467,6 @@ CHECKS: tuple[Callable[[Bench], Iterator[Finding]], ...] = (
     check_router,
     check_elementwise,
     check_sampling,
+    check_token_masks,
     check_mailbox,
 )

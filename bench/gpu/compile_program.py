@@ -139,6 +139,7 @@ def main() -> int:
                 batch.run()
                 for greedy in (True, False):
                     model.sampler.run(batch.logits, batch.inputs, greedy, model.report, model.table)
+                model.masks.warm_up(batch.logits)
             else:
                 shape = StepShape(size, 1, 1)
                 views = model.inputs.host_views(shape)
