@@ -35,6 +35,12 @@ def render_cli() -> str:
         if isinstance(action, argparse._SubParsersAction):
             for name, sub in action.choices.items():
                 parts.append(f"## freetoken {name}\n\n```\n{_help(sub)}```\n")
+                for inner in sub._actions:
+                    if isinstance(inner, argparse._SubParsersAction):
+                        parts.extend(
+                            f"### freetoken {name} {action_name}\n\n```\n{_help(leaf)}```\n"
+                            for action_name, leaf in inner.choices.items()
+                        )
     return "\n".join(parts)
 
 
