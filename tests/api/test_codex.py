@@ -47,6 +47,7 @@ async def test_a_tool_runs_and_the_session_resumes(checkpoint: Path, binary: Pat
         codex = Codex(binary, tmp_path, site.front.url, "tiny")
         play(
             site,
+            "<think>\nA file is wanted.\n</think>\n\n"
             "I write the file." + call("exec_command", cmd="echo changed > note.txt"),
             "The file is written.",
             "I wrote note.txt before.",
@@ -55,11 +56,13 @@ async def test_a_tool_runs_and_the_session_resumes(checkpoint: Path, binary: Pat
         assert (first.status, first.errors) == (0, []), first
         assert (codex.work / "note.txt").read_text() == "changed\n"
         assert first.messages == ["I write the file.", "The file is written."]
+        assert [item["text"].strip() for item in first.items("reasoning")] == ["A file is wanted."]
         again = await codex.run("what did you do?", resume=True)
         assert (again.status, again.errors) == (0, []), again
         assert again.messages == ["I wrote note.txt before."]
         prompts = [request.prompt_token_ids for request in site.scheduler.submitted]
         assert len(prompts) == 3
+        assert "A file is wanted." in site.tokenizer.decode(prompts[2])
         assert again.usage["input_tokens"] >= len(prompts[2])
         for earlier, later in itertools.pairwise(prompts):
             assert common_tokens(earlier, later) == len(earlier)
