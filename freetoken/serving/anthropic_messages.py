@@ -34,6 +34,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
         seed=None,
         count=1,
         param="messages",
+        format_param="output_config.format.schema",
         size=MAX_INT32 if request.content_length is None else request.content_length,
         call_id_prefix="toolu_",
     )

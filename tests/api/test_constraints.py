@@ -57,3 +57,46 @@ async def test_forced_calls(site: Site) -> None:
     for choice in ("auto", "none"):
         await site.chat(tools=[TOOL], tool_choice=choice)
         assert site.scheduler.submitted[-1].sampling.constraint is None
+
+
+BAD = {"type": "object", "properties": {"a": {"not": {}}}}
+RESPONSES = {"model": "tiny", "input": "hi", "max_output_tokens": 8}
+MESSAGES = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
+
+
+def format_of(dialect: str, schema: Any) -> dict[str, Any]:
+    form = {"type": "json_schema", "schema": schema}
+    return (
+        {"text": {"format": {**form, "name": "n"}}} if dialect == "responses" else {"output_config": {"format": form}}
+    )
+
+
+@pytest.mark.parametrize(("dialect", "body"), [("responses", RESPONSES), ("messages", MESSAGES)])
+async def test_the_other_dialects(site: Site, dialect: str, body: dict[str, Any]) -> None:
+    status, answer = await site.post(f"/v1/{dialect}", {**body, **format_of(dialect, SCHEMA)})
+    assert status == 200, answer
+    constraint = site.scheduler.submitted[-1].sampling.constraint
+    assert constraint is not None and constraint.kind is ConstraintKind.JSON_SCHEMA
+    assert json.loads(constraint.text) == SCHEMA
+    status, answer = await site.post(f"/v1/{dialect}", {**body, **format_of(dialect, BAD)})
+    assert status == 400
+    place = "text.format" if dialect == "responses" else "output_config.format"
+    assert f"{place}.schema.properties.a.not: 'not' cannot be enforced" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body"),
+    [
+        ("responses", {**RESPONSES, "tools": [{"type": "function", "name": "roll", "parameters": {"type": "object"}}],
+                       "tool_choice": "required"}),
+        ("messages", {**MESSAGES, "tools": [{"name": "roll", "input_schema": {"type": "object"}}],
+                      "tool_choice": {"type": "any"}}),
+        ("messages", {**MESSAGES, "tools": [{"name": "roll", "input_schema": {"type": "object"}}],
+                      "tool_choice": {"type": "tool", "name": "roll"}}),
+    ],
+)  # fmt: skip
+async def test_forced_calls_of_the_other_dialects(site: Site, dialect: str, body: dict[str, Any]) -> None:
+    status, answer = await site.post(f"/v1/{dialect}", body)
+    assert status == 200, answer
+    constraint = site.scheduler.submitted[-1].sampling.constraint
+    assert constraint is not None and constraint.kind is ConstraintKind.LARK and "roll" in constraint.text

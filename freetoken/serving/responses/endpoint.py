@@ -83,7 +83,7 @@ async def _start(
         count=1,
         param="input",
         size=size,
-        format_param="text.format",
+        format_param="text.format.schema",
     )
     return await start_reply(context, plan, arrived_s)
 
