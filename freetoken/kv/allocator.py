@@ -14,6 +14,9 @@ from freetoken.messages import BlockCommit, BlockGrant, BlockNeed, BlocksReserve
 logger = logging.getLogger(__name__)
 
 _REMEMBERED_RELEASES = 256
+KEPT_SHARE = 0.75
+"""So much may be kept for conversations that came back; the rest is left to new ones, which must come back once before
+they are kept as well."""
 
 
 class IntegrityError(Exception):
@@ -35,12 +38,13 @@ class _Holding:
     its block differs from ``table[i]`` when another request committed the same tokens first and still holds that block:
     the request then keeps its own copy and holds the tree's beside it, so that the path above its later blocks cannot
     be evicted.
-    ``sealed`` requests commit no more.
+    ``sealed`` requests commit no more. ``returning`` ones go on with what is mostly cached.
     """
 
-    __slots__ = ("path", "sealed", "table", "tokens")
+    __slots__ = ("path", "returning", "sealed", "table", "tokens")
 
-    def __init__(self, table: list[int], path: list[PrefixNode], tokens: bytearray) -> None:
+    def __init__(self, table: list[int], path: list[PrefixNode], tokens: bytearray, returning: bool) -> None:
+        self.returning = returning
         self.table = table
         self.path = path
         self.tokens = tokens
@@ -50,16 +54,21 @@ class _Holding:
 class KVAllocator:
     """Paged blocks with a prefix tree over them. Deterministic, no I/O, one thread.
 
-    ``prefix_cache=False`` keeps no tree: nothing is ever cached and commits have no effect.
+    ``prefix_cache=False`` keeps no tree: nothing is ever cached and commits have no effect. Prefixes of requests that
+    came back (at least half of their prompt was cached) are evicted after all others, while they are at most the share
+    ``kept_share`` of all blocks.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, prefix_cache: bool = True, kept_share: float = KEPT_SHARE
+    ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1 token, not {block_size}")
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self._pool = BlockPool(num_blocks)
-        self._tree = PrefixTree(block_size)
+        self._kept_share = kept_share
+        self._tree = PrefixTree(block_size, int(num_blocks * kept_share))
         self._holdings: dict[str, _Holding] = {}
         # Topmost node of requests released lately: a fault may be noticed one step after the release.
         self._released: OrderedDict[str, PrefixNode] = OrderedDict()
@@ -134,11 +143,13 @@ class KVAllocator:
             evictable -= 1
         if num_new_blocks > self._pool.num_free + evictable:
             return None
+        returning = 2 * num_cached >= len(token_ids)
         for node in path:
             self._hold(node)
+            node.returning = node.returning or returning
         table = [node.block_id for node in path]
         table += self._take(num_new_blocks)
-        self._holdings[need.request_id] = _Holding(table, path, bytearray(tokens))
+        self._holdings[need.request_id] = _Holding(table, path, bytearray(tokens), returning)
         self._released.pop(need.request_id, None)
         self._query_tokens_total += len(token_ids)
         self._hit_tokens_total += num_cached
@@ -188,6 +199,7 @@ class KVAllocator:
                 self._replace_block(node, table[index])
             else:
                 self._pool.hold(node.block_id)
+            node.returning = node.returning or holding.returning
             path.append(node)
 
     def _release(self, request_id: str) -> None:
@@ -244,6 +256,7 @@ class KVAllocator:
             self._pool.give_back(self._tree.evict().block_id)
             self._evicted_blocks_total += 1
         self._pool.resize(plan.num_blocks, plan.moved)
+        self._tree.max_kept = int(plan.num_blocks * self._kept_share)
         moved = plan.moved
         if moved:
             orphans = {id(node): node for holding in self._holdings.values() for node in holding.path if not node.live}
@@ -323,6 +336,8 @@ class KVAllocator:
             parent = node.parent
             _require(node.live and parent is not None, f"the tree holds the dead node of block {block_id}")
             assert parent is not None
+            if node.returning and parent is not tree.root:
+                _require(parent.returning, f"block {block_id} came back and the one above it did not")
             _require(parent.children.get(node.key) is node, f"the node of block {block_id} is not its parent's child")
             if parent is not tree.root and parent.block_id in position:
                 _require(block_id in position, f"block {block_id} is used below the unused block {parent.block_id}")

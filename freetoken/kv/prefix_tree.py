@@ -20,9 +20,10 @@ def encode_tokens(token_ids: Iterable[int]) -> bytes:
 
 
 class PrefixNode:
-    """One full block under its parent. ``live`` is False once the node left the tree (evicted or discarded)."""
+    """One full block under its parent. ``live`` is False once the node left the tree (evicted or discarded).
+    ``returning``: a conversation that came back uses it; then its parent is returning too."""
 
-    __slots__ = ("block_id", "children", "key", "live", "parent")
+    __slots__ = ("block_id", "children", "key", "live", "parent", "returning")
 
     def __init__(self, key: bytes, block_id: int, parent: PrefixNode | None) -> None:
         self.key = key
@@ -30,6 +31,59 @@ class PrefixNode:
         self.parent = parent
         self.children: dict[bytes, PrefixNode] = {}
         self.live = True
+        self.returning = False
+
+
+class EvictionOrder:
+    """Unused nodes by block, the next victim first: those that came once, then those of conversations that came
+    back, both in the order in which they fell out of use."""
+
+    __slots__ = ("_kept", "_once")
+
+    def __init__(self) -> None:
+        self._once: OrderedDict[int, PrefixNode] = OrderedDict()
+        self._kept: OrderedDict[int, PrefixNode] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._once) + len(self._kept)
+
+    def __contains__(self, block_id: object) -> bool:
+        return block_id in self._once or block_id in self._kept
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._once
+        yield from self._kept
+
+    @property
+    def num_kept(self) -> int:
+        """How many are of conversations that came back."""
+        return len(self._kept)
+
+    def add(self, node: PrefixNode) -> None:
+        """Behind all others of its sort."""
+        (self._kept if node.returning else self._once)[node.block_id] = node
+
+    def remove(self, node: PrefixNode) -> None:
+        """Raises ``KeyError`` for a node that is not here."""
+        if node.block_id in self._once:
+            del self._once[node.block_id]
+        else:
+            del self._kept[node.block_id]
+
+    def pop_first(self) -> PrefixNode:
+        """The next victim. Raises ``KeyError`` when there is none."""
+        return (self._once or self._kept).popitem(last=False)[1]
+
+    def demote(self) -> None:
+        """Let the first of the kept ones be one of the others, behind all of them."""
+        block_id, node = self._kept.popitem(last=False)
+        node.returning = False
+        self._once[block_id] = node
+
+    def rekey(self) -> None:
+        """Blocks have moved: take the nodes' new ones."""
+        self._once = OrderedDict((node.block_id, node) for node in self._once.values())
+        self._kept = OrderedDict((node.block_id, node) for node in self._kept.values())
 
 
 class PrefixTree:
@@ -38,14 +92,20 @@ class PrefixTree:
     A request that holds a node holds all its ancestors. Therefore a parent becomes unused no earlier than its
     children, and when it does it is appended to ``unused`` behind them: the front of ``unused`` is always a leaf, the
     least recently used one, and eviction is O(1) without a heap.
+
+    Nodes of conversations that came back (``returning``) go last, so that requests which come once (titles, searches)
+    do not evict a conversation that will go on. They are at most ``max_kept`` of the unused nodes: beyond that the
+    least recently used of them become like the others. A node of the one sort is never above one of the other that
+    goes later, so the front is a leaf all the same.
     """
 
-    __slots__ = ("block_bytes", "num_nodes", "root", "unused")
+    __slots__ = ("block_bytes", "max_kept", "num_nodes", "root", "unused")
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, max_kept: int = 0) -> None:
+        self.max_kept = max_kept
         self.block_bytes = block_size * TOKEN_BYTES
         self.root = PrefixNode(b"", -1, None)
-        self.unused: OrderedDict[int, PrefixNode] = OrderedDict()
+        self.unused = EvictionOrder()
         self.num_nodes = 0
 
     def match(self, tokens: bytes, max_blocks: int) -> list[PrefixNode]:
@@ -73,15 +133,18 @@ class PrefixTree:
 
     def mark_unused(self, node: PrefixNode) -> None:
         """Nobody holds ``node`` any more; call children before parents."""
-        self.unused[node.block_id] = node
+        node.returning = node.returning and self.max_kept > 0
+        self.unused.add(node)
+        while self.unused.num_kept > self.max_kept:
+            self.unused.demote()
 
     def mark_used(self, node: PrefixNode) -> None:
         """``node`` got its first holder."""
-        del self.unused[node.block_id]
+        self.unused.remove(node)
 
     def evict(self) -> PrefixNode:
         """Take the least recently used unused leaf out of the tree. Raises ``KeyError`` when nothing is unused."""
-        _, node = self.unused.popitem(last=False)
+        node = self.unused.pop_first()
         assert node.parent is not None and not node.children, "the eviction order put a parent before its child"
         del node.parent.children[node.key]
         self._retire(node)
@@ -95,7 +158,8 @@ class PrefixTree:
         del node.parent.children[node.key]
         orphans = []
         for gone in list(self.walk(node)):
-            if self.unused.pop(gone.block_id, None) is not None:
+            if gone.block_id in self.unused:
+                self.unused.remove(gone)
                 orphans.append(gone)
             gone.children = {}
             self._retire(gone)
@@ -105,7 +169,7 @@ class PrefixTree:
         """Nodes follow their blocks to other places; the eviction order stays. O(nodes)."""
         for node in self.walk():
             node.block_id = moved.get(node.block_id, node.block_id)
-        self.unused = OrderedDict((node.block_id, node) for node in self.unused.values())
+        self.unused.rekey()
 
     def walk(self, top: PrefixNode | None = None) -> Iterator[PrefixNode]:
         """``top`` and all nodes below it, or all nodes; parents first. O(nodes)."""

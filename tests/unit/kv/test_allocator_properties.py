@@ -103,7 +103,7 @@ class Model:
 class AllocatorMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.allocator = KVAllocator(BLOCKS, BLOCK)
+        self.allocator = KVAllocator(BLOCKS, BLOCK, kept_share=0.0)
         self.model = Model()
         self.step = 0
 
