@@ -1,0 +1,108 @@
+"""Keys, web pages, and limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from freetoken.testing.waiting import until
+
+from .conftest import open_site
+
+BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+
+
+async def test_both_ways_to_send_a_key(checkpoint: Path) -> None:
+    async with open_site(checkpoint, server={"api_keys": ("sk-one", "sk-two")}) as site:
+        for headers in ({"Authorization": "Bearer sk-two"}, {"x-api-key": "sk-one"}):
+            assert (await site.post("/v1/messages", BODY, headers=headers))[0] == 200
+            assert (await site.post("/v1/chat/completions", BODY, headers=headers))[0] == 200
+        for headers in ({}, {"x-api-key": "sk-three"}, {"Authorization": "Basic sk-one"}):
+            status, body = await site.post("/v1/messages", BODY, headers=headers)
+            assert (status, body["type"], body["error"]["type"]) == (401, "error", "authentication_error")
+        status, body = await site.get("/v1/models")
+        assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+        assert (await site.get("/"))[0] == 200
+
+
+async def test_pages_of_other_origins_are_shut_out_unless_named(checkpoint: Path) -> None:
+    page = {"Origin": "http://app.example"}
+    asked = {**page, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-api-key"}
+    async with open_site(checkpoint) as site:
+        assert (await site.post("/v1/messages", BODY, headers=page))[0] == 403
+        async with site.session.options("/v1/messages", headers=asked) as response:
+            assert response.status == 403
+            assert "Access-Control-Allow-Origin" not in response.headers
+    server = {"allowed_origins": ("http://app.example",), "api_keys": ("k",)}
+    async with open_site(checkpoint, server=server) as site:
+        async with site.session.options("/v1/messages", headers=asked) as response:
+            assert response.status == 204
+            assert response.headers["Access-Control-Allow-Origin"] == "http://app.example"
+            assert response.headers["Access-Control-Allow-Headers"] == "x-api-key"
+        for key, expected in (("k", 200), ("wrong", 401)):
+            headers = {**page, "x-api-key": key}
+            async with site.session.post("/v1/messages", json=BODY, headers=headers) as response:
+                assert response.status == expected
+                assert response.headers["Access-Control-Allow-Origin"] == "http://app.example"
+        other = {"Origin": "http://other.example", "x-api-key": "k"}
+        assert (await site.post("/v1/messages", BODY, headers=other))[0] == 403
+
+
+async def test_requests_of_one_key_are_bounded(checkpoint: Path) -> None:
+    async with open_site(checkpoint, server={"api_keys": ("a", "b"), "max_requests_per_key": 1}) as site:
+        site.scheduler.script = None
+        first, second = {"x-api-key": "a"}, {"x-api-key": "b"}
+        async with site.session.post("/v1/messages", json={**BODY, "stream": True}, headers=first):
+            await until(lambda: site.scheduler.num_running == 1)
+            async with site.session.post("/v1/chat/completions", json=BODY, headers=first) as response:
+                assert response.status == 429
+                assert int(response.headers["Retry-After"]) >= 1
+            site.scheduler.script = site.script
+            assert (await site.post("/v1/chat/completions", BODY, headers=second))[0] == 200
+            assert (await site.post("/v1/messages/count_tokens", BODY, headers=first))[0] == 200
+        await until(lambda: site.scheduler.num_running == 0)
+        assert (await site.post("/v1/chat/completions", BODY, headers=first))[0] == 200
+
+
+async def test_a_generation_has_a_deadline(checkpoint: Path) -> None:
+    async with open_site(checkpoint, server={"request_timeout_s": 0.1}) as site:
+        site.scheduler.script = None
+        status, body = await site.post("/v1/chat/completions", BODY)
+        assert (status, body["error"]["code"]) == (504, "request_timeout")
+        async with site.session.post("/v1/messages", json={**BODY, "stream": True}) as response:
+            text = (await response.read()).decode()
+        assert text.count("event: message_start") == 1
+        assert text.rstrip().rpartition("event: ")[2].startswith("error")
+        await until(lambda: site.scheduler.num_running == 0)
+
+
+async def test_names_of_the_model(checkpoint: Path) -> None:
+    async with open_site(checkpoint, server={"model_aliases": ("small",)}) as site:
+        assert [model["id"] for model in (await site.get("/v1/models"))[1]["data"]] == ["tiny", "small"]
+        assert (await site.post("/v1/messages", {**BODY, "model": "small"}))[1]["model"] == "small"
+        status, body = await site.post("/v1/messages", {**BODY, "model": "big"})
+        assert (status, body["error"]["type"]) == (404, "not_found_error")
+
+
+async def test_sub_agents_have_a_session_of_their_own(checkpoint: Path) -> None:
+    async with open_site(checkpoint) as site:
+        session = {"x-claude-code-session-id": "s"}
+        await site.post("/v1/messages", BODY, headers=session)
+        await site.post("/v1/messages", BODY, headers={**session, "x-claude-code-agent-id": "a"})
+        await site.post("/v1/messages", {**BODY, "metadata": {"user_id": '{"session_id": "m"}'}})
+        assert [request.session_key for request in site.scheduler.submitted] == ["s", "s/a", "m"]
+
+
+async def test_keepalives_are_events(checkpoint: Path) -> None:
+    async with open_site(checkpoint, server={"keepalive_s": 0.01}) as site:
+        site.scheduler.script = None
+        async with site.session.post("/v1/messages", json={**BODY, "stream": True}) as response:
+            lines = [await response.content.readline() for _ in range(12)]
+        assert [line for line in lines if line.startswith(b"event")] == [
+            b"event: message_start\n",
+            *[b"event: ping\n"] * 3,
+        ]
+        async with site.session.post("/v1/chat/completions", json={**BODY, "stream": True}) as response:
+            lines = [await response.content.readline() for _ in range(6)]
+        assert b'"delta":{"role":"assistant","content":""}' in lines[0]
+        assert all(b'"delta":{},' in line for line in lines[2::2])
