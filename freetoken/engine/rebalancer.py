@@ -60,6 +60,7 @@ class Rebalancer:
         self._policy = ElasticPolicy(advantage=spec.config.elastic.advantage)
         self._history: deque[RebalanceRecord] = deque(maxlen=HISTORY)
         self._busy = False
+        self._looking = False
         self._answer: asyncio.Future[ArenaResized] | None = None
         self._resize_id = 0
         self._changed_s = -1e9
@@ -162,23 +163,29 @@ class Rebalancer:
             task.add_done_callback(self._tasks.discard)
 
     async def _decide(self) -> None:
-        if self._busy or self.shape is None or not self._is_ready():
+        shape = self.shape
+        if self._busy or self._looking or shape is None or not self._is_ready():
             return
-        with self._only_one():
-            try:
-                metrics = self._metrics(await self._ask(1.0))
-                current = self._current(metrics)
-                decision = plan_auto(self.shape, current, self._figures(metrics), self._policy)
-                self._counts["decisions"] += 1
-                shrinks = decision.split.kv_granules < current.kv_granules
-                if decision.split == current:
-                    self._last_idle_reason = decision.reason
-                elif not shrinks or time.monotonic() - self._changed_s >= self._spec.config.elastic.cooldown_s:
+        self._looking = True
+        try:
+            metrics = self._metrics(await self._ask(1.0))
+            current = self._current(metrics)
+            decision = plan_auto(shape, current, self._figures(metrics), self._policy)
+            self._counts["decisions"] += 1
+            shrinks = decision.split.kv_granules < current.kv_granules
+            if decision.split == current:
+                self._last_idle_reason = decision.reason
+            elif self._busy:  # an operator was quicker
+                return
+            elif not shrinks or time.monotonic() - self._changed_s >= self._spec.config.elastic.cooldown_s:
+                with self._only_one():
                     await self._change(current, decision)
-            except (CapacityError, KeyError) as error:  # an actor has no figures: it is being replaced
-                logger.info("event=no_decision why=%r", str(error))
-            except Exception:
-                logger.exception("event=decision_failed")
+        except (CapacityError, KeyError) as error:  # an actor has no figures: it is being replaced
+            logger.info("event=no_decision why=%r", str(error))
+        except Exception:
+            logger.exception("event=decision_failed")
+        finally:
+            self._looking = False
 
     def _figures(self, metrics: Mapping[ActorName, Metrics]) -> ElasticFigures:
         now_s = time.monotonic()

@@ -20,6 +20,7 @@ TINY_SETTINGS = (
     "--set", "max_context_tokens=1024",
     "--set", "scheduler.max_num_batched_tokens=96",
     "--set", "scheduler.prefill_chunk_tokens=32",
+    "--set", "elastic.auto=false",
     "--set", "health.ping_interval_s=0.5",
     "--set", "health.ping_timeout_s=5",
 )  # fmt: skip

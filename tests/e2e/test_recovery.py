@@ -15,7 +15,7 @@ import pytest
 
 from freetoken.cli.process import EngineProcess
 from freetoken.messages import ACTOR_NAMES, ActorName
-from tests.e2e.conftest import TINY_SETTINGS, TINY_SLOTS, complete, get
+from tests.e2e.conftest import TINY_SETTINGS, TINY_SLOTS, complete, get, post
 
 pytestmark = pytest.mark.e2e
 
@@ -96,3 +96,22 @@ def test_an_actor_stuck_in_the_data_plane_is_replaced(tiny_checkpoint: Path, cac
         refused.value.close()
         wait_until_serving(engine.url, {pid})
         assert complete(engine.url, [9, 8, 7, 6], 12)["choices"][0]["text"] == before
+
+
+@pytest.mark.parametrize("victim", [ActorName.KV_ALLOCATOR, ActorName.EXPERT_CACHE, ActorName.GPU_EXECUTOR], ids=str)
+def test_a_changed_division_survives_all_but_its_memory(engine: EngineProcess, victim: ActorName) -> None:
+    expected = complete(engine.url, [9, 8, 7, 6], 12)["choices"][0]["text"]
+    asked = 4150 if get(engine.url, "/v1/cache/status")["kv"]["capacity_tokens"] < 4150 else 4000
+    answer = post(engine.url, "/v1/cache/rebalance", {"kv_tokens": asked})
+    assert answer["outcome"] == "done", answer
+    changed = get(engine.url, "/v1/cache/status")["kv"]["capacity_tokens"]
+    pid = next(a["pid"] for a in get(engine.url, "/v1/actors")["actors"] if a["name"] == victim)
+    os.kill(pid, signal.SIGKILL)
+    wait_until_serving(engine.url, {pid})
+    assert complete(engine.url, [9, 8, 7, 6], 12)["choices"][0]["text"] == expected
+    status = get(engine.url, "/v1/cache/status")
+    if victim is not ActorName.GPU_EXECUTOR:
+        assert status["kv"]["capacity_tokens"] == changed
+    assert status["kv"]["capacity_tokens"] // 16 == status["kv"]["blocks"]
+    device = next(a["metrics"] for a in get(engine.url, "/v1/actors")["actors"] if a["name"] == "GpuExecutor")
+    assert device["slots"] == status["experts"]["capacity"] and device["kv_blocks"] == status["kv"]["blocks"]

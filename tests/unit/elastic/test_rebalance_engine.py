@@ -15,12 +15,21 @@ import pytest
 import torch
 
 from freetoken.checkpoint.convert import ConvertOptions, convert
+from freetoken.cli.main import main
 from freetoken.engine.local import LocalRuntime
 from freetoken.engine.phases import Phase
 from freetoken.engine.prepare import prepare_launch
 from freetoken.errors import CapacityError, FreeTokenError
 from freetoken.launch_spec import LaunchSpec
-from freetoken.messages import ActorName, RebalanceWish
+from freetoken.messages import (
+    ActorName,
+    ArenaPrepared,
+    ArenaResized,
+    PoolVacated,
+    RebalanceWish,
+    ResizeApplied,
+    VacatePool,
+)
 from freetoken.testing.tiny_models import write_tiny_checkpoint
 from freetoken.testing.waiting import until
 
@@ -243,6 +252,104 @@ async def test_when_memory_cannot_be_mapped_the_old_division_serves(
         assert await asyncio.gather(*(engine.complete(prompt, 30) for prompt in PROMPTS)) == expected
         engine.check()
         granules._driver = driver
+
+
+CHAIN = {
+    ArenaPrepared: (ActorName.SCHEDULER,),
+    VacatePool: (ActorName.EXPERT_CACHE, ActorName.KV_ALLOCATOR),
+    PoolVacated: (ActorName.GPU_EXECUTOR,),
+    ArenaResized: (ActorName.EXPERT_CACHE, ActorName.KV_ALLOCATOR, ActorName.CONTROLLER),
+    ResizeApplied: (ActorName.SCHEDULER,),
+}
+
+
+@pytest.mark.parametrize(
+    ("lost", "receiver"),
+    [(message, name) for message, names in CHAIN.items() for name in names],
+    ids=lambda item: item.__name__ if isinstance(item, type) else str(item),
+)
+async def test_an_epoch_that_ends_in_the_middle_leaves_one_truth(
+    checkpoint: Path, lost: type, receiver: ActorName
+) -> None:
+    """Whichever message is the last one (its receiver, say, died with it), the next epoch agrees on the division and
+    keeps what it can."""
+    async with running(launch(checkpoint)) as engine:
+        prompt = PROMPTS[6]
+        expected = await engine.complete(prompt, 20)
+        controller = engine.runtime.controller
+        endpoint = controller.endpoint if receiver is ActorName.CONTROLLER else engine.service(receiver).endpoint
+        handler, seen = endpoint._handlers[lost], []
+        endpoint.on(lost, lambda message, fds: seen.append(message))
+        stream = asyncio.ensure_future(engine.complete(PROMPTS[4], 200))
+        change = asyncio.ensure_future(controller.rebalance(RebalanceWish(kv_tokens=1700)))
+        await until(lambda: len(seen) > 0)
+        for name in (ActorName.GPU_EXECUTOR, ActorName.EXPERT_CACHE, ActorName.KV_ALLOCATOR):
+            await until(lambda name=name: not engine.service(name).endpoint._tasks)
+        await controller.supervisor._attempt()  # everyone is paused and wired anew
+        endpoint.on(lost, handler)
+        await asyncio.wait([stream])
+        record = await change
+        arena = engine.service(ActorName.GPU_EXECUTOR)._arena
+        was_made = lost in (ArenaResized, ResizeApplied)
+        assert (arena.num_blocks * 16 >= 1700) == was_made
+        if receiver is not ActorName.CONTROLLER and not was_made:
+            assert "new epoch" in record.outcome
+        engine.check()
+        answer = await engine.complete(prompt, 20)
+        assert answer == expected
+        assert engine.service(ActorName.KV_ALLOCATOR).allocator.stats().hit_tokens_total > 0  # prefixes were kept
+        assert (await controller.rebalance(RebalanceWish(kv_tokens=1000))).outcome == "done"
+        engine.check()
+        assert await engine.complete(prompt, 20) == expected
+
+
+async def test_kv_grows_by_itself_when_requests_wait_for_blocks(checkpoint: Path) -> None:
+    spec = launch(
+        checkpoint, kv={"num_tokens": 256}, elastic={"interval_s": 0.05, "cooldown_s": 0.0}, max_context_tokens=200
+    )
+    async with running(spec) as engine:
+        before = (await engine.get("/v1/cache/status"))["kv"]["capacity_tokens"]
+        answers = await asyncio.gather(*(engine.complete(prompt, 100) for prompt in PROMPTS * 2))
+        assert answers[: len(PROMPTS)] == answers[len(PROMPTS) :]
+        status = await engine.get("/v1/cache/status")
+        grown = [d for d in status["elastic"]["decisions"] if d["trigger"] == "kv_pressure" and d["outcome"] == "done"]
+        assert grown and "requests held back" in grown[-1]["reason"]
+        assert grown[-1]["kv_tokens"]["after"] > before
+        assert engine.runtime.controller.metrics()["rebalances_kv_pressure_total"] >= 1
+        engine.check()
+
+
+async def test_idle_kv_goes_to_slots_by_itself(checkpoint: Path) -> None:
+    spec = launch(checkpoint, elastic={"interval_s": 0.05, "cooldown_s": 0.0})
+    async with running(spec) as engine:
+        for _ in range(100):
+            await engine.complete(PROMPTS[1], 20)
+            decisions = engine.runtime.controller.rebalancer.view().decisions
+            if any(record.trigger == "idle_kv" and record.outcome == "done" for record in decisions):
+                break
+        else:
+            raise AssertionError(engine.runtime.controller.rebalancer.view())
+        assert decisions[0].slots_after > decisions[0].slots_before
+        engine.check()
+
+
+async def test_the_command_line_asks_the_same(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def cache(*arguments: str) -> tuple[int, str]:
+        status = await asyncio.to_thread(main, ["cache", "--url", engine.url, *arguments])
+        captured = capsys.readouterr()
+        return status, " ".join((captured.out + captured.err).split())
+
+    async with running(launch(checkpoint)) as engine:
+        status, text = await cache("rebalance", "--kv-tokens", "1700")
+        assert status == 0 and "KV tokens 15" in text and "an operator asked for kv_tokens=1700" in text
+        status, text = await cache()
+        assert status == 0 and "expert slots" in text and "on request" in text and "request: done" in text
+        status, text = await cache("rebalance", "--expert-bytes", "1TiB")
+        assert status == 1 and "would work" in text
+        assert (await cache("rebalance"))[0] == 2
+        assert (await cache("--auto"))[0] == 2
+    status, text = await cache()
+    assert status == 1 and "no engine answers" in text
 
 
 async def test_without_a_budget_there_is_nothing_to_move(checkpoint: Path) -> None:
