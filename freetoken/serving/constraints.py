@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from freetoken.errors import CheckpointError
 from freetoken.grammar import ConstraintError, GrammarCompiler, GrammarError, Matcher, load_vocabulary
 from freetoken.grammar.compiler import escape_slashes, json_source
 from freetoken.grammar.explain import explain_schema
@@ -88,10 +89,15 @@ class Constraints:
             )
 
         loop = asyncio.get_running_loop()
+        param = tool_param if forced else format_param
         try:
             return await asyncio.wait_for(loop.run_in_executor(self._pool, work), COMPILE_TIMEOUT_S)
+        except CheckpointError as error:
+            logger.error("event=no_grammar_vocabulary detail=%r", str(error))
+            raise unsupported(
+                f"{param} cannot be enforced: grammars do not work with this model's tokenizer", param
+            ) from None
         except asyncio.TimeoutError:
-            param = tool_param if forced else format_param
             raise bad_value(f"{param} takes more than {COMPILE_TIMEOUT_S:g} s to compile; simplify it", param) from None
 
     def build(

@@ -333,6 +333,13 @@ async def test_wrong_grammars_are_refused(constraints: Constraints, wanted: Resp
     assert "response_format.grammar cannot be enforced" in caught.value.message
 
 
+async def test_a_tokenizer_that_grammars_cannot_use(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "unheard of"}}', encoding="utf-8")
+    broken = Constraints(tmp_path, VOCAB_SIZE, (IM_END_ID,), None)
+    with pytest.raises(ApiError, match="this model's tokenizer"):
+        await broken.for_request(PLAIN, "", response_format=ResponseFormat("json_object"))
+
+
 async def test_a_call_that_cannot_be_forced(constraints: Constraints) -> None:
     for output, tools in ((PLAIN, TOOLS), (format_named("glm"), ())):
         with pytest.raises(ApiError, match="tool_choice"):
