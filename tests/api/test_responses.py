@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from freetoken.messages import FinishReason, RequestFailure, SubmitRequest, TokenDelta
 from freetoken.serving.responses.sealed import unseal
-from freetoken.testing.front_fakes import scripted_reply
+from freetoken.testing.front_fakes import scripted_reply, write_text_checkpoint
 from freetoken.testing.waiting import until
 
 from .conftest import Site, open_site
@@ -190,6 +190,20 @@ async def test_stored_and_stateless_conversations_are_the_same_prompt(site: Site
     assert third["previous_response_id"] == second["id"]
     for earlier, later in zip(prompts(site), prompts(site)[1:3], strict=False):
         assert later[: len(earlier)] == earlier
+
+
+async def test_ids_do_not_follow_from_one_another(site: Site) -> None:
+    first, second = await create(site), await create(site)
+    one, other = (int(body["id"][-24:], 16) for body in (first, second))
+    assert abs(one - other) > 2**48
+
+
+async def test_a_conversation_that_the_template_refuses(tmp_path: Path) -> None:
+    checkpoint = write_text_checkpoint(tmp_path / "picky", "{{ raise_exception('not today') }}")
+    async with open_site(checkpoint) as site:
+        error = await refused(site, {"model": "tiny", "input": "hi"})
+        assert (error["code"], error["param"]) == ("template_refused", "input")
+        assert "not today" in error["message"]
 
 
 async def test_instructions_are_not_carried_over(site: Site) -> None:

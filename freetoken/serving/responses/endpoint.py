@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -47,13 +48,15 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     session = session_key(request, fields.prompt_cache_key)
     meaning = await context.run(size, lambda: read(fields, earlier, items, session))
     reply, sampling = await _start(context, fields, meaning.conversation, size, arrived_s)
-    kept = with_ids(items, reply.request_id)
+    # Whoever knows an id can read the conversation: none may follow from another one.
+    suffix = f"{reply.request_id}{secrets.token_hex(12)}"
+    kept = with_ids(items, suffix)
 
     def keep(body: dict[str, Any]) -> None:
         if fields.store is not False:
             context.responses.put(body, history, kept)
 
-    head = _head(context, reply, sampling, fields, meaning)
+    head = _head(context, suffix, sampling, fields, meaning)
     writer = ResponseWriter(head, meaning.options, lambda: reply.usage().output_tokens, keep)
     if fields.stream:
         return await stream(request, reply, writer, context.spec.config.server.keepalive_s)
@@ -85,7 +88,12 @@ async def _start(
         size=size,
         format_param="text.format.schema",
     )
-    return await start_reply(context, plan, arrived_s)
+    try:
+        return await start_reply(context, plan, arrived_s)
+    except ApiError as error:
+        if error.param == "messages":  # as the renderer calls the conversation
+            error.param = "input"
+        raise
 
 
 def _history(context: FrontContext, previous_response_id: str | None) -> tuple[Segment, ...]:
@@ -106,11 +114,11 @@ def _history(context: FrontContext, previous_response_id: str | None) -> tuple[S
 
 
 def _head(
-    context: FrontContext, reply: Reply, sampling: SamplingParams, fields: ResponsesRequest, meaning: ReadRequest
+    context: FrontContext, suffix: str, sampling: SamplingParams, fields: ResponsesRequest, meaning: ReadRequest
 ) -> dict[str, Any]:
     """The response object before anything has happened."""
     return {
-        "id": f"resp_{reply.request_id}",
+        "id": f"resp_{suffix}",
         "object": "response",
         "created_at": int(time.time()),
         "completed_at": None,
