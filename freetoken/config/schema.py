@@ -111,6 +111,9 @@ class ExpertsConfig(_Section):
         description="Uses just now that an expert's score must be worth before it evicts another (crf); 0: any. Two "
         "uses within some 20 tokens are worth 1.2.",
     )
+    trace_path: str | None = Field(
+        None, description="Record a route trace of up to 256 MiB into this new file from the start on."
+    )
     seed_tail_tokens: int = Field(
         32, ge=0, description="Last tokens of a prefill chunk whose experts may be admitted to slots."
     )

@@ -18,6 +18,8 @@ from freetoken.errors import CapacityError, ConfigError, PeerLostError
 from freetoken.experts.arrivals import Arrivals
 from freetoken.experts.device_client import fetchable_records, is_device_client, plan_mailbox, server_spin_us
 from freetoken.experts.reports import StepReporter
+from freetoken.experts.route_trace import TraceInfo
+from freetoken.experts.route_watch import DEFAULT_MAX_BYTES, RouteWatch
 from freetoken.experts.slot_worth import SlotWorth
 from freetoken.experts.split import describe_change, native_costs, split_metrics, split_mode
 from freetoken.launch_spec import LaunchSpec
@@ -66,6 +68,7 @@ class ExpertCacheService(Service):
         # A change of capacity between VacatePool and ArenaResized.
         self._resize: tuple[int, SlotResize] | None = None
         self._worth = SlotWorth(spec)
+        self._routes: RouteWatch | None = None
         self._reporter = StepReporter(endpoint, self.name, self.metrics)
         endpoint.on(ArenaReady, self._on_arena_ready)
         endpoint.on(StepNotice, self._on_step_notice)
@@ -106,6 +109,7 @@ class ExpertCacheService(Service):
         )
         self._apply_split(self._server)
         self._server.start()
+        self._watch_routes().attach(self._server)
         logger.info(
             "event=cache_wired epoch=%d layers=%d experts=%d slots=%d resident=%d",
             self.epoch,
@@ -229,8 +233,42 @@ class ExpertCacheService(Service):
         await super().pause(reason)
         self._end_epoch()
 
+    async def record_routes(self, path: str, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        """Record a route trace from now on, while serving (a lifecycle call). Raises ``ConfigError`` for a dense
+        model, a path that cannot be written or exists, and while another is being recorded."""
+        if not self.spec.model.is_moe:
+            raise ConfigError(f"routes cannot be recorded: {self.spec.served_model_name} has no experts")
+        self._watch_routes().start_recording(path, max_bytes)
+
+    async def stop_recording(self) -> None:
+        """The trace is complete."""
+        if self._routes is not None:
+            self._routes.stop_recording()
+
+    def _watch_routes(self) -> RouteWatch:
+        if self._routes is None:
+            model = self.spec.model
+            info = TraceInfo(
+                self.spec.served_model_name,
+                len(model.moe_layers),
+                model.num_experts,
+                plan_mailbox(self.spec)[1],
+                tuple(self.spec.layouts[i].stride_bytes for i in self.spec.layer_layout),
+                "recorded",
+            )
+            self._routes = RouteWatch(info, lambda: self.slots.num_slots if self.slots is not None else 0)
+            path = self.spec.config.experts.trace_path
+            if path is not None:
+                try:
+                    self._routes.start_recording(path)
+                except ConfigError as error:
+                    logger.warning("event=not_recording detail=%r", str(error))
+        return self._routes
+
     async def close(self) -> None:
         self._end_epoch()
+        if self._routes is not None:
+            self._routes.stop_recording()
         await super().close()
 
     def _end_epoch(self) -> None:
@@ -242,6 +280,8 @@ class ExpertCacheService(Service):
             mailbox.abort()
         if server is not None:
             server.stop()  # its thread answers within microseconds or sleeps
+            if self._routes is not None:
+                self._routes.detach()
             counters = server.counters()
             for name in _COUNTED:
                 self._totals[name] += counters[name]
@@ -320,6 +360,7 @@ class ExpertCacheService(Service):
             "resident_slots": float(resident),
             "in_flight_slots": float(in_flight),
             "hit_ratio": totals["hits"] / uses if uses else 0.0,
+            **(self._routes.figures() if self._routes is not None else {}),
             **self._worth.figures(server or self.slots, self.slots.num_slots if self.slots is not None else 0),
         }
 
