@@ -463,7 +463,7 @@ FIELDS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     value=st.one_of(ANY, st.lists(st.one_of(ITEM, ANY), max_size=4)),
     fields=st.dictionaries(st.sampled_from(FIELDS), ANY, max_size=3),
