@@ -47,6 +47,7 @@ void RouteLog::push(const RouteRecord& record, const std::int32_t* ids, const fl
 }
 
 void RouteLog::put(const void* data, std::size_t size) {
+  if (size == 0) return;
   const std::size_t at = putting_ % capacity_;
   const std::size_t first = std::min(size, capacity_ - at);
   std::memcpy(ring_.get() + at, data, first);
@@ -55,6 +56,7 @@ void RouteLog::put(const void* data, std::size_t size) {
 }
 
 void RouteLog::take(void* data, std::size_t size) {
+  if (size == 0) return;
   const std::size_t at = taking_ % capacity_;
   const std::size_t first = std::min(size, capacity_ - at);
   std::memcpy(data, ring_.get() + at, first);
