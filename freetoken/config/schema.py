@@ -72,7 +72,16 @@ class SchedulerConfig(_Section):
     max_num_waiting: int = Field(256, ge=0, description="Requests queued before new ones get 429.")
     max_num_batched_tokens: int = Field(512, ge=16, le=65536, description="Tokens of one step, prefill and decode.")
     prefill_chunk_tokens: int = Field(
-        256, ge=16, description="Prefill tokens of one step while other requests are decoding."
+        256,
+        ge=16,
+        description="Shortest piece into which a prompt is cut while other requests are decoding. How much longer "
+        "the pieces are, up to max_num_batched_tokens, follows from what they are measured to cost.",
+    )
+    decode_share: float = Field(
+        0.4,
+        ge=0.05,
+        le=0.95,
+        description="Share of the device's time that decoding requests keep while a prompt is computed beside them.",
     )
     step_timeout_s: float = Field(120.0, gt=0, description="A step that takes longer is abandoned.")
 

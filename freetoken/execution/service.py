@@ -79,7 +79,8 @@ class GpuExecutorService(Service):
         """Import torch, start the threads, allocate the arena. Raises ``ConfigError`` or ``CapacityError``."""
         self.state = ActorState.LOADING
         await asyncio.to_thread(self._load)
-        thread = self._thread = (PipelinedStepThread if self._on_cuda else StepThread)(self._on_outcome)
+        kind = PipelinedStepThread if self._on_cuda else StepThread
+        thread = self._thread = kind(self._on_outcome, self.spec.config.scheduler.decode_share)
         assert self._arena is not None
         self._resizer = ArenaResizer(self.endpoint, self._arena, lambda: (self.epoch, self._executor), thread.call)
 
@@ -308,7 +309,7 @@ class GpuExecutorService(Service):
     def metrics(self) -> dict[str, float]:
         """Steps, tokens, busy time and expert uses since start; arena geometry."""
         plan, executor, thread, arena = self.spec.plan, self._executor, self._thread, self._arena
-        figures = thread.stats.metrics() if thread is not None else {}
+        figures = {**thread.stats.metrics(), **thread.turns.metrics()} if thread is not None else {}
         return {
             **figures,
             "requests": float(len(executor.requests) if executor is not None else 0),

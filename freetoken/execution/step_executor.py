@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from freetoken.execution.batch_state import BatchState, InvalidPlanError, Reques
 from freetoken.execution.constraints import Grammars
 from freetoken.execution.experts import ExpertRunner
 from freetoken.execution.sampling import Sampled, sample
-from freetoken.messages import ActorName, RowResult, StepFailed, StepPlan, StepResult, StepRow
+from freetoken.messages import ActorName, ExpertCounters, RowResult, StepFailed, StepPlan, StepResult, StepRow
 from freetoken.models.decoder import ADMIT_ROW, ADMIT_RUN, Decoder, DecoderBatch, DecoderOps
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,23 @@ class StepLimits:
     seed_tail_tokens: int
 
 
+@dataclass(slots=True)
+class StepUnderWay:
+    """A step between its first and its last layer. ``layers`` is None when none is left."""
+
+    plan: StepPlan
+    started_ns: int = 0
+    states: list[RequestState] = field(default_factory=list)
+    running: list[tuple[StepRow, RequestState]] = field(default_factory=list)
+    layers: Iterator[Any] | None = None
+    sampled: dict[str, Sampled] = field(default_factory=dict)
+    experts: ExpertCounters = field(default_factory=ExpertCounters)
+    outcome: StepResult | StepFailed | None = None
+
+
 class StepExecutor:
-    """Runs plans in order; owns the state of their requests. Used by one thread at a time."""
+    """Runs plans in order, and a background plan between them; owns the state of their requests. Used by one thread at
+    a time."""
 
     def __init__(
         self,
@@ -69,53 +85,107 @@ class StepExecutor:
         try:
             return self.run(plan)
         except Exception as error:
-            message = f"{type(error).__name__}: {error}"
-            if isinstance(error, InvalidPlanError):
-                message = str(error)
-                logger.error("event=step_invalid step=%d detail=%r", plan.step_id, message)
-            elif isinstance(error, RuntimeError) and str(error) == "aborted":  # somebody asked for it
-                message = "it was interrupted, the engine is recovering"
-                logger.info("event=step_aborted step=%d", plan.step_id)
-            else:
-                logger.exception("event=step_failed step=%d", plan.step_id)
-            self.requests.fail((row.request_id for row in plan.rows), f"step {plan.step_id} failed: {message}")
-            suspects: tuple[str, ...] = ()
-            if isinstance(error, (TimeoutError, RuntimeError)):  # of the data plane: they name the party at fault
-                suspects = tuple(name.value for name in ActorName if name.value in str(error))
-            return StepFailed(plan.step_id, plan.epoch, message, suspects)
+            return self._fail(plan, error)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run ``plan``. Raises ``InvalidPlanError`` before anything ran, or what the operations raise."""
-        started_ns = time.monotonic_ns()
+        step = self._start(plan)
+        self._experts.begin_step(plan.step_id)
+        if step.layers is not None:
+            self._take_logits(step, next(found for found in step.layers if found is not None))
+        step.experts = self._experts.step_counters()
+        return self._result(step)
+
+    # ------------------------------------------------------------------------------------------ background steps
+
+    def begin(self, plan: StepPlan) -> StepUnderWay:
+        """Start a background plan, see ``ResumableExecutor``."""
+        try:
+            return self._start(plan)
+        except Exception as error:
+            return StepUnderWay(plan, outcome=self._fail(plan, error))
+
+    def advance(self, step: StepUnderWay, layers: int) -> bool:
+        """Run the next ``layers`` layers; True when the step has ended."""
+        if step.outcome is not None:
+            return True
+        try:
+            logits = None
+            self._experts.begin_step(step.plan.step_id)
+            while step.layers is not None and layers > 0 and logits is None:
+                logits = next(step.layers)
+                layers -= 1
+            step.experts = step.experts + self._experts.step_counters()
+            if logits is not None:
+                self._take_logits(step, logits)
+            if step.layers is None:
+                step.outcome = self._result(step)
+        except Exception as error:
+            step.outcome = self._fail(step.plan, error)
+        return step.outcome is not None
+
+    def finish(self, step: StepUnderWay) -> StepResult | StepFailed:
+        """The outcome of a step that has ended."""
+        assert step.outcome is not None
+        return step.outcome
+
+    def cancel(self, step: StepUnderWay) -> None:
+        """Forget a step; this executor is at its end."""
+        step.layers = None
+
+    # ------------------------------------------------------------------------------------------ parts of a step
+
+    def _start(self, plan: StepPlan) -> StepUnderWay:
+        step = StepUnderWay(plan, time.monotonic_ns())
         num_tokens = sum(row.num_tokens for row in plan.rows)
         if num_tokens > self._limits.max_batch_tokens:
             raise InvalidPlanError(
                 f"step {plan.step_id}: {num_tokens} tokens exceed the limit of {self._limits.max_batch_tokens}"
             )
-        states = self.requests.apply(plan)
-        running = [(row, state) for row, state in zip(plan.rows, states, strict=True) if state.failure is None]
-        self._experts.begin_step(plan.step_id)
-        outcomes: dict[str, Sampled] = {}
-        if running:
-            batch = self._build_batch(running)
-            logits = np.asarray(self._decoder.forward(batch, self._ops))
-            for row, state in running:
-                state.num_computed = row.start + row.num_tokens
-            sampling = [state for row, state in running if row.sample]
-            for state, outcome in zip(sampling, sample(logits, sampling), strict=True):
-                outcomes[state.request_id] = outcome
-                if outcome.token_id is None:
-                    state.failure, state.failure_kind = outcome.failure, outcome.failure_kind
-                else:
-                    state.append_token(outcome.token_id)
+        step.states = self.requests.apply(plan)
+        step.running = [(r, state) for r, state in zip(plan.rows, step.states, strict=True) if state.failure is None]
+        if step.running:
+            step.layers = self._decoder.layers(self._build_batch(step.running), self._ops)
+        return step
+
+    def _take_logits(self, step: StepUnderWay, logits: Any) -> None:
+        step.layers = None
+        for row, state in step.running:
+            state.num_computed = row.start + row.num_tokens
+        sampling = [state for row, state in step.running if row.sample]
+        for state, outcome in zip(sampling, sample(np.asarray(logits), sampling), strict=True):
+            step.sampled[state.request_id] = outcome
+            if outcome.token_id is None:
+                state.failure, state.failure_kind = outcome.failure, outcome.failure_kind
+            else:
+                state.append_token(outcome.token_id)
+
+    @staticmethod
+    def _result(step: StepUnderWay) -> StepResult:
         return StepResult(
-            step_id=plan.step_id,
-            epoch=plan.epoch,
-            rows=tuple(_row_result(state, outcomes.get(state.request_id)) for state in states),
-            started_ns=started_ns,
+            step_id=step.plan.step_id,
+            epoch=step.plan.epoch,
+            rows=tuple(_row_result(state, step.sampled.get(state.request_id)) for state in step.states),
+            started_ns=step.started_ns,
             finished_ns=time.monotonic_ns(),
-            experts=self._experts.step_counters(),
+            experts=step.experts,
         )
+
+    def _fail(self, plan: StepPlan, error: Exception) -> StepFailed:
+        message = f"{type(error).__name__}: {error}"
+        if isinstance(error, InvalidPlanError):
+            message = str(error)
+            logger.error("event=step_invalid step=%d detail=%r", plan.step_id, message)
+        elif isinstance(error, RuntimeError) and str(error) == "aborted":  # somebody asked for it
+            message = "it was interrupted, the engine is recovering"
+            logger.info("event=step_aborted step=%d", plan.step_id)
+        else:
+            logger.error("event=step_failed step=%d", plan.step_id, exc_info=error)
+        self.requests.fail((row.request_id for row in plan.rows), f"step {plan.step_id} failed: {message}")
+        suspects: tuple[str, ...] = ()
+        if isinstance(error, (TimeoutError, RuntimeError)):  # of the data plane: they name the party at fault
+            suspects = tuple(name.value for name in ActorName if name.value in str(error))
+        return StepFailed(plan.step_id, plan.epoch, message, suspects)
 
     def _build_batch(self, running: list[tuple[StepRow, RequestState]]) -> DecoderBatch:
         block_size = self._limits.block_size

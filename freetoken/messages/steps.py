@@ -44,12 +44,18 @@ class StepRow:
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """Scheduler -> GpuExecutor. ``retired`` requests lose their device-side state before the rows run. Empty ``rows``
-    are allowed (only retires) and answered. Plans run in order; two may be outstanding."""
+    are allowed (only retires) and answered. Plans run in order; two may be outstanding.
+
+    Beside them one ``background`` plan may be outstanding: a long piece of prefill, which starts in its turn and which
+    the device may run in groups of layers between the plans that come after it. It may be answered after those. Its
+    requests are in no other plan, neither as rows nor as retired ones, until it is.
+    """
 
     step_id: int
     epoch: int
     rows: tuple[StepRow, ...] = ()
     retired: tuple[str, ...] = ()
+    background: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,8 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """GpuExecutor -> Scheduler. Times are ``time.monotonic_ns()`` (one clock per node)."""
+    """GpuExecutor -> Scheduler. Times are ``time.monotonic_ns()`` (one clock per node). ``busy_ns``: of a background
+    step, how long the device worked on it between its start and its end; else 0."""
 
     step_id: int
     epoch: int
@@ -109,6 +116,7 @@ class StepResult:
     started_ns: int
     finished_ns: int
     experts: ExpertCounters = field(default_factory=ExpertCounters)
+    busy_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ device, is the business of a ``DecoderOps``. Activations are float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -173,6 +173,11 @@ class Decoder:
 
     def forward(self, batch: DecoderBatch, ops: DecoderOps) -> Array:
         """Logits [S, V] float32 of ``batch.logit_tokens``; writes the KV of all tokens. Nothing else is mutated."""
+        return next(logits for logits in self.layers(batch, ops) if logits is not None)
+
+    def layers(self, batch: DecoderBatch, ops: DecoderOps) -> Iterator[Array | None]:
+        """``forward`` a layer at a time: yields None after each layer but the last, and then the logits. Other batches
+        may use ``ops`` between two layers."""
         spec, eps = self.spec, self.spec.rms_norm_eps
         batch = ops.upload(batch)
         residual = ops.embed(batch.token_ids, self._embedding)
@@ -180,14 +185,16 @@ class Decoder:
         delta = hidden
         for layer in self._layers:
             if layer.index:
+                yield None
                 hidden = ops.add_rms_norm(residual, delta, layer.input_norm, eps)
             delta = self._attention(layer, hidden, batch, ops)
             hidden = ops.add_rms_norm(residual, delta, layer.post_norm, eps)
             delta = self._mlp(layer, hidden, batch, ops)
         residual, delta = residual[batch.logit_tokens], delta[batch.logit_tokens]
-        if not len(residual):
-            return residual.reshape(0, spec.vocab_size)
-        return ops.linear(ops.add_rms_norm(residual, delta, self._final_norm, eps), self._lm_head)
+        if len(residual):
+            yield ops.linear(ops.add_rms_norm(residual, delta, self._final_norm, eps), self._lm_head)
+        else:
+            yield residual.reshape(0, spec.vocab_size)
 
     def _attention(self, layer: _Layer, hidden: Array, batch: DecoderBatch, ops: DecoderOps) -> Array:
         spec = self.spec

@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-
-class Ewma:
-    """Exponentially weighted mean; the first sample counts in full."""
-
-    __slots__ = ("_alpha", "value")
-
-    def __init__(self, alpha: float = 0.1) -> None:
-        self._alpha = alpha
-        self.value: float | None = None
-
-    def add(self, sample: float) -> None:
-        """Take one sample in."""
-        self.value = sample if self.value is None else self.value + self._alpha * (sample - self.value)
+from freetoken.scheduling.chunk_costs import ChunkCosts
+from freetoken.telemetry import Ewma
 
 
 class StepClock:
@@ -25,6 +14,7 @@ class StepClock:
         self.gap_ms = Ewma()
         self.planning_ms = Ewma()
         self.reservation_ms = Ewma()
+        self.chunk_costs = ChunkCosts()
         self._busy_since_ns: int | None = None
 
     def step_done(self, started_ns: int, finished_ns: int, more_work: bool) -> None:
@@ -45,5 +35,6 @@ class StepClock:
             "step_gap_ms": self.gap_ms.value,
             "planning_ms": self.planning_ms.value,
             "reservation_ms": self.reservation_ms.value,
+            **self.chunk_costs.metrics(),
         }
         return {key: value for key, value in means.items() if value is not None}

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from freetoken.launch_spec import LaunchSpec
 
+RIDE_ALONG_TOKENS = 16
+"""So much prefill may share a step with decoding requests: it reads few more weights than they do."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -23,6 +26,9 @@ class SchedulerLimits:
     eos_token_ids: tuple[int, ...] = ()
     seed: int = 0
     prefix_cache: bool = True
+    ride_along_tokens: int | None = None
+    """Prefill of more tokens runs beside decoding requests as a background step; None: it shares their steps."""
+    decode_share: float = 0.4
 
     @classmethod
     def from_spec(cls, spec: LaunchSpec) -> SchedulerLimits:
@@ -44,7 +50,14 @@ class SchedulerLimits:
             eos_token_ids=spec.model.eos_token_ids,
             seed=spec.config.seed,
             prefix_cache=spec.config.kv.prefix_cache,
+            ride_along_tokens=RIDE_ALONG_TOKENS,
+            decode_share=config.decode_share,
         )
+
+    @property
+    def background_timeout_s(self) -> float:
+        """``step_timeout_s`` for a step that has the device only part of the time."""
+        return self.step_timeout_s / (1.0 - self.decode_share)
 
     @property
     def kv_capacity_tokens(self) -> int:

@@ -30,10 +30,11 @@ class Request:
 
     __slots__ = (
         "admission", "arrival", "arrived_s", "blocked_at_blocks", "first_token_s", "generated", "holds_blocks", "id",
-        "init_tokens", "last_step_id", "last_token_s", "max_total_tokens", "min_total_tokens", "new_block_ids",
-        "num_blocks", "num_bypassed", "num_cached_tokens", "num_committed_blocks", "num_computed_tokens",
-        "num_in_flight", "num_pending_samples", "num_preemptions", "num_scheduled_tokens", "num_sent_tokens",
-        "on_device", "priority", "prompt", "sampling", "started_s", "state", "stop_token_ids", "wanted_tokens",
+        "in_background", "init_tokens", "last_step_id", "last_token_s", "max_total_tokens", "min_total_tokens",
+        "new_block_ids", "num_blocks", "num_bypassed", "num_cached_tokens", "num_committed_blocks",
+        "num_computed_tokens", "num_in_flight", "num_pending_samples", "num_preemptions", "num_scheduled_tokens",
+        "num_sent_tokens", "on_device", "priority", "prompt", "sampling", "started_s", "state", "stop_token_ids",
+        "wanted_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +70,7 @@ class Request:
         self.num_in_flight = 0
         self.last_step_id = -1
         self.on_device = False
+        self.in_background = False  # a row of it is in the background step: until that ends, nothing else may be
         self.wanted_tokens = 0  # the step being planned wants room up to here
 
         self.holds_blocks = False

@@ -4,6 +4,10 @@ A step is planned in two phases, both while the step before it runs. First ``Res
 decode row that crosses into a new block, for each prefill chunk, and for requests to admit. The answer may start
 requests, or show that blocks ran out; then the least important request is preempted and the question repeated. After
 that the rows are built from whatever is true by then, within the room that there is.
+
+Prefill of more than ``ride_along_tokens`` beside decoding requests becomes a *background step*: its rows prefill and
+nothing else, it may be answered after later steps, and until it is its requests are left alone (not planned, not
+preempted). One at a time; meanwhile ordinary steps carry the decode rows, and prompts short enough to ride along.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from freetoken.messages import (
 )
 from freetoken.scheduling.admission import plan_admissions
 from freetoken.scheduling.budget import PrefillWork, plan_prefill_chunks, plan_shares, plan_turns
+from freetoken.scheduling.chunk_costs import plan_chunk_tokens
 from freetoken.scheduling.clock import StepClock
 from freetoken.scheduling.hold import BlockPressure, ResizeHold
 from freetoken.scheduling.ledger import KVLedger
@@ -77,11 +82,14 @@ class Scheduler:
         self._more_needs: list[BlockNeed] = []
         self._reply_due_s: float | None = None
         self._prefill_tokens = 0
-        self._outstanding = OutstandingSteps(limits.step_timeout_s)
+        self._riding_only = False  # the step being planned may take prompts that ride along, and no others
+        self._ready: PlannedStep | None = None  # built together with the one before, not sent yet
+        self._outstanding = OutstandingSteps(limits.step_timeout_s, limits.background_timeout_s)
         self._hold: ResizeHold | None = None
         self._next_step_id = 1
         self.last_step_id = 0
         self.steps_total = 0
+        self.background_steps_total = 0
         self.failed_steps_total = 0
         self.stalled_steps_total = 0
         self.resizes_total = 0
@@ -128,6 +136,7 @@ class Scheduler:
         self._asked = {}
         self._more_needs = []
         self._reply_due_s = None
+        self._ready = None
         self._outstanding.clear()
         self._hold = None
         self.clock.reset()
@@ -137,6 +146,9 @@ class Scheduler:
 
     def advance(self, now: float) -> ReserveBlocks | PlannedStep | None:
         """The next message to send, if one is due."""
+        if self._ready is not None:
+            ready, self._ready = self._ready, None
+            return ready
         while self._phase is not _Phase.RESERVING:
             if self._phase is _Phase.RESERVED:
                 if self._more_needs:
@@ -205,14 +217,24 @@ class Scheduler:
         prefills: list[Request] = []
         for request in book.running:
             request.wanted_tokens = 0
+            if request.in_background:
+                continue
             if request.num_scheduled_tokens < request.init_tokens:
                 prefills.append(request)
             elif request.num_planned_tokens < min(request.max_total_tokens, limits.kv_capacity_tokens + 1):
                 decodes.append(request)  # else its last token is on the way
 
         any_prefill = bool(prefills) or len(book.waiting) > 0
-        shares = plan_shares(len(decodes), any_prefill, limits.max_num_batched_tokens, limits.prefill_chunk_tokens)
-        self._prefill_tokens = shares.prefill_tokens
+        riding = limits.ride_along_tokens
+        self._riding_only = riding is not None and self._outstanding.background is not None
+        if riding is None or not (decodes or self._outstanding.background):
+            shares = plan_shares(len(decodes), any_prefill, limits.max_num_batched_tokens, limits.prefill_chunk_tokens)
+            self._prefill_tokens = shares.prefill_tokens
+        else:
+            shares = plan_shares(len(decodes), any_prefill, limits.max_num_batched_tokens, riding)
+            self._prefill_tokens = min(riding, limits.max_num_batched_tokens - min(len(decodes), shares.decode_rows))
+            if self._outstanding.background is None and any_prefill:
+                self._prefill_tokens = self._chunk_tokens()
         if len(decodes) > shares.decode_rows:
             turns = plan_turns([request.last_step_id for request in decodes], shares.decode_rows)
             decodes = [decodes[index] for index in turns]
@@ -234,6 +256,13 @@ class Scheduler:
             needs.append(BlockNeed(request.id, 0, num_new_tokens, request.known_tokens()))
         return needs
 
+    def _chunk_tokens(self) -> int:
+        """Of a background step."""
+        costs, limits = self.clock.chunk_costs, self.limits
+        return plan_chunk_tokens(
+            costs.line(), costs.longest_tokens, limits.prefill_chunk_tokens, limits.max_num_batched_tokens
+        )
+
     def _plan_prefills(self, prefills: list[Request], available_blocks: int) -> list[tuple[Request, int]]:
         """Share the prefill tokens among running and waiting requests; returns whom to admit, with how many tokens."""
         limits, book, budget = self.limits, self.book, self._prefill_tokens
@@ -242,7 +271,8 @@ class Scheduler:
         admissions = []
         if len(book.waiting):
             # What running prompts are certain to need yet is not there for others.
-            available_blocks -= sum(limits.blocks_for(r.init_tokens) - r.num_blocks for r in prefills)
+            certain = [*prefills, *(request for request in book.running if request.in_background)]
+            available_blocks -= sum(limits.blocks_for(r.init_tokens) - r.num_blocks for r in certain)
             admissions = plan_admissions(
                 book.waiting,
                 book.lingering,
@@ -254,7 +284,11 @@ class Scheduler:
         room = {admission.request.id: admission.num_new_tokens for admission in admissions}
         candidates = sorted([*prefills, *(a.request for a in admissions)], key=lambda request: request.rank)
         work = [
-            PrefillWork(request.priority, left := request.num_prefill_tokens, room.get(request.id, left))
+            PrefillWork(
+                request.priority,
+                left := request.num_prefill_tokens,
+                room.get(request.id, left if self._may_run(left) else 0),
+            )
             for request in candidates
         ]
         first_needs = []
@@ -265,6 +299,11 @@ class Scheduler:
             elif chunk:
                 request.wanted_tokens = request.num_scheduled_tokens + chunk
         return first_needs
+
+    def _may_run(self, prefill_tokens: int) -> bool:
+        """Whether a running request with so much prefill left may take part in the step being planned: beside a
+        background step only what rides along whole may."""
+        return not self._riding_only or prefill_tokens <= (self.limits.ride_along_tokens or 0)
 
     def _reservation(self, needs: list[BlockNeed], now: float) -> ReserveBlocks:
         entries = self.ledger.take()
@@ -318,56 +357,78 @@ class Scheduler:
                 available -= limits.blocks_for(request.wanted_tokens) - request.num_blocks
             elif room > start:
                 continue  # part of the chunk fits into the blocks it has
-            elif (victim := book.running[-1]) is not request:
+            elif (victim := book.running[-1]) is not request and not victim.in_background:
                 book.preempt(victim)
             else:
-                request.wanted_tokens = 0  # all others matter more: it waits with what it has
+                # All others matter more, or the background step still writes to the victim's blocks: it waits with what
+                # it has.
+                request.wanted_tokens = 0
                 continue
             needs.append(BlockNeed(request.id, start, request.wanted_tokens - start))
         return needs
 
     def _build(self, now: float) -> PlannedStep | None:
-        """The step's rows, from the requests that are still there and the room they have."""
+        """One step, or two, of the requests that are still there, within the room they have."""
         self._phase = _Phase.IDLE
-        limits, book, step_id = self.limits, self.book, self._next_step_id
-        rows: list[StepRow] = []
-        records: list[PlannedRow] = []
+        limits, book = self.limits, self.book
+        decodes: list[tuple[Request, int]] = []
         prefills: list[Request] = []
         work: list[PrefillWork] = []
-
-        def add(request: Request, num_tokens: int) -> None:
-            row = request.plan_row(step_id, num_tokens)
-            rows.append(row)
-            records.append(PlannedRow(request, request.admission, row.start + num_tokens, row.sample))
-
         for request in book.running:
+            if request.in_background:
+                continue
             start = request.num_scheduled_tokens
             room = request.num_blocks * limits.block_size
             if start >= request.init_tokens:
                 if start < request.wanted_tokens <= room:
-                    add(request, 1)
+                    decodes.append((request, 1))
             elif room > start:
                 left = request.init_tokens - start
-                prefills.append(request)
-                work.append(PrefillWork(request.priority, left, min(left, room - start)))
-        num_decode_rows = num_tokens = len(rows)
-        if prefills:
-            for request, chunk in zip(prefills, plan_prefill_chunks(work, self._prefill_tokens), strict=True):
-                if chunk:
-                    add(request, chunk)
-                    num_tokens += chunk
-            self.prefill_tokens_total += num_tokens - num_decode_rows
-        if not rows and not self._is_retire_due(now):
+                if self._may_run(left):
+                    prefills.append(request)
+                    work.append(PrefillWork(request.priority, left, min(left, room - start)))
+        chunks = plan_prefill_chunks(work, self._prefill_tokens)
+        prefill = [(request, chunk) for request, chunk in zip(prefills, chunks, strict=True) if chunk]
+        num_prefill_tokens = sum(chunks)
+        self.prefill_tokens_total += num_prefill_tokens
+        riding = limits.ride_along_tokens
+        if (
+            decodes
+            and riding is not None
+            and num_prefill_tokens > min(riding, limits.max_num_batched_tokens - len(decodes))
+            and self._outstanding.background is None
+        ):
+            planned = self._plan_step(decodes, 0, now)
+            self._ready = self._plan_step(prefill, num_prefill_tokens, now, background=True)
+            return planned
+        if not decodes and not prefill and not self._is_retire_due(now):
             return None
+        return self._plan_step([*decodes, *prefill], num_prefill_tokens, now)
+
+    def _plan_step(
+        self, shares: list[tuple[Request, int]], num_prefill_tokens: int, now: float, background: bool = False
+    ) -> PlannedStep:
+        """A step of these requests and tokens."""
+        step_id, book = self._next_step_id, self.book
+        rows: list[StepRow] = []
+        records: list[PlannedRow] = []
+        for request, num_tokens in shares:
+            row = request.plan_row(step_id, num_tokens)
+            request.in_background = background
+            rows.append(row)
+            records.append(PlannedRow(request, request.admission, row.start + num_tokens, row.sample))
+        num_tokens = sum(row.num_tokens for row in rows)
+        pure = num_tokens == num_prefill_tokens
+        self._outstanding.add(OutstandingStep(step_id, records, now, num_prefill_tokens if pure else 0, background))
         retired, book.retired = tuple(book.retired), []
-        self._outstanding.add(step_id, records, now)
         self._next_step_id += 1
         self.last_step_id = step_id
         self.steps_total += bool(rows)
+        self.background_steps_total += background
         self._wanted = True
         return PlannedStep(
-            StepPlan(step_id, self.epoch, tuple(rows), retired),
-            StepNotice(step_id, self.epoch, num_tokens, num_decode_rows, last=self._is_last()),
+            StepPlan(step_id, self.epoch, tuple(rows), retired, background),
+            StepNotice(step_id, self.epoch, num_tokens, num_tokens - num_prefill_tokens, last=self._is_last()),
         )
 
     def _is_retire_due(self, now: float) -> bool:
@@ -386,10 +447,14 @@ class Scheduler:
 
     def _is_last(self) -> bool:
         """Whether no row is left to plan, whatever the outstanding steps sample."""
-        return not len(self.book.waiting) and all(
-            request.num_scheduled_tokens >= request.init_tokens
-            and request.num_planned_tokens >= request.max_total_tokens
-            for request in self.book.running
+        return (
+            not len(self.book.waiting)
+            and self._outstanding.background is None
+            and all(
+                request.num_scheduled_tokens >= request.init_tokens
+                and request.num_planned_tokens >= request.max_total_tokens
+                for request in self.book.running
+            )
         )
 
     # ------------------------------------------------------------------------------------------ results
@@ -404,7 +469,10 @@ class Scheduler:
             self.book.row_answered(row.request, row.sample)
             if row.request.state is not RequestState.FINISHED:
                 self._take_row(row, answers.get(row.request.id), now)
-        if step.rows:
+        if step.prefill_tokens > (self.limits.ride_along_tokens or 0):
+            busy_ns = result.busy_ns or result.finished_ns - result.started_ns
+            self.clock.chunk_costs.add(step.prefill_tokens, busy_ns / 1e9)
+        if step.rows and not result.busy_ns:
             self.clock.step_done(result.started_ns, result.finished_ns, bool(self.book.live))
 
     def _take_row(self, row: PlannedRow, answer: RowResult | None, now: float) -> None:
@@ -473,6 +541,9 @@ class Scheduler:
             return None
         for lost in taken[:-1]:
             self._fail_step(lost, f"the result of step {lost.step_id} was lost", now)
+        if taken[-1].background:
+            for row in taken[-1].rows:
+                row.request.in_background = False
         self._wanted = True
         return taken[-1]
 
@@ -498,6 +569,7 @@ class Scheduler:
             "lingering": float(len(book.lingering)),
             "outstanding_steps": float(len(self._outstanding)),
             "steps_total": float(self.steps_total),
+            "background_steps_total": float(self.background_steps_total),
             "failed_steps_total": float(self.failed_steps_total),
             "stalled_steps_total": float(self.stalled_steps_total),
             "preemptions_total": float(book.preemptions_total),

@@ -1,5 +1,6 @@
-"""Logging set-up shared by all processes."""
+"""Logging set-up and figures, shared by all processes."""
 
 from freetoken.telemetry.logs import setup_logging
+from freetoken.telemetry.means import Ewma
 
-__all__ = ["setup_logging"]
+__all__ = ["Ewma", "setup_logging"]

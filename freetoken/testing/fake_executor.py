@@ -96,6 +96,7 @@ class _Sequence:
         self.num_computed = 0
         self.digests: list[int] = []
         self.void = False
+        self.placed: StepRow | None = None  # the last row whose blocks were taken
 
 
 class FakeDevice:
@@ -114,6 +115,7 @@ class FakeDevice:
         self._holders: list[set[str]] = [set() for _ in range(num_blocks)]
         self._last_step_id = 0
         self._epoch = 0
+        self._background: StepPlan | None = None
 
     @property
     def num_requests(self) -> int:
@@ -125,7 +127,18 @@ class FakeDevice:
         started = time.monotonic_ns()
         self._enter(plan)
         rows = [self._run_row(row) for row in plan.rows]
-        return StepResult(plan.step_id, plan.epoch, tuple(rows), started, time.monotonic_ns())
+        return StepResult(plan.step_id, plan.epoch, tuple(rows), started, time.monotonic_ns(), busy_ns=plan.background)
+
+    def begin(self, plan: StepPlan) -> None:
+        """The background plan starts: its requests take their blocks now, ``run`` or ``fail`` comes later. Raises
+        ``PlanError``."""
+        _require(self._background is None, f"step {plan.step_id} is a second background step")
+        _require(plan.background, f"step {plan.step_id} is no background step")
+        self._enter(plan)
+        for row in plan.rows:
+            _require(not row.use_last_sampled, f"{row.request_id} decodes in a background step")
+            self._place(row)
+        self._background = plan
 
     def fail(self, plan: StepPlan, message: str) -> StepFailed:
         """The plan fails: its KV is garbage, and what its requests do next has no meaning."""
@@ -156,9 +169,17 @@ class FakeDevice:
     def reset(self) -> None:
         """A new epoch: no requests; the KV stays."""
         self._sequences.clear()
+        self._background = None
         self._holders = [set() for _ in self._kv]
 
     def _enter(self, plan: StepPlan) -> None:
+        if self._background is not None:
+            if plan is self._background:  # it entered when it began
+                self._background = None
+                return
+            alone = {row.request_id for row in self._background.rows}
+            both = alone & {*plan.retired, *(row.request_id for row in plan.rows)}
+            _require(not both, f"{both} of the background step are in step {plan.step_id} too")
         _require(plan.epoch >= self._epoch, f"step {plan.step_id} is of epoch {plan.epoch} after {self._epoch}")
         _require(plan.step_id > self._last_step_id, f"step {plan.step_id} after step {self._last_step_id}")
         self._last_step_id, self._epoch = plan.step_id, plan.epoch
@@ -173,6 +194,9 @@ class FakeDevice:
         self.max_step_tokens = max(self.max_step_tokens, sum(row.num_tokens for row in plan.rows))
 
     def _place(self, row: StepRow) -> _Sequence:
+        known = self._sequences.get(row.request_id)
+        if known is not None and known.placed is row:
+            return known
         if row.init is not None:
             _require(row.request_id not in self._sequences, f"{row.request_id} is introduced twice")
             _require(row.init.sampling.seed is not None, f"{row.request_id} has no seed")
@@ -184,6 +208,7 @@ class FakeDevice:
             _require(block_id not in sequence.table, f"{row.request_id} gets block {block_id} twice")
             sequence.table.append(block_id)
             self._holders[block_id].add(row.request_id)
+        sequence.placed = row
         return sequence
 
     def _run_row(self, row: StepRow) -> RowResult:

@@ -24,6 +24,7 @@ from freetoken.testing.fake_executor import FakeDevice
 
 class SchedulerRig:
     """``replies`` and ``plans`` are on their way; ``deliver_reply``, ``run_step`` and ``fail_step`` let one arrive.
+    So is a ``background`` plan, which begins once the plans before it have run; ``end_background`` lets it end.
 
     Tokens and endings of each request are collected as its client would see them. Time is whatever ``now`` says.
     """
@@ -37,6 +38,11 @@ class SchedulerRig:
         self._resizes = 0
         self.replies: deque[BlocksReserved] = deque()
         self.plans: deque[StepPlan] = deque()
+        self.background: StepPlan | None = None
+        self._begun = False
+        self._waits_for = 0  # plans before the background one
+        self._beside = 0
+        self.background_cycles = 3
         self.notices: list[StepNotice] = []
         self.reservations: list[ReserveBlocks] = []
         self.tokens: dict[str, list[int]] = {}
@@ -68,7 +74,12 @@ class SchedulerRig:
                 self.reservations.append(action)
                 self.replies.append(self.allocator.apply(action))
             else:
-                self.plans.append(action.plan)
+                if action.plan.background:
+                    assert self.background is None, "two background plans are outstanding"
+                    self.background = action.plan
+                    self._waits_for = len(self.plans)
+                else:
+                    self.plans.append(action.plan)
                 self.notices.append(action.notice)
         self._collect()
 
@@ -82,19 +93,40 @@ class SchedulerRig:
 
     def run_step(self) -> bool:
         """The oldest plan runs and its result arrives, if there is a plan."""
-        if not self.plans:
-            return False
-        self.now += 1.0
-        self.scheduler.step_done(self.device.run(self.plans.popleft()), self.now)
-        self.pump()
-        return True
+        return self._step(self._next(), None)
 
     def fail_step(self, message: str = "out of luck") -> bool:
         """The oldest plan fails, if there is one."""
-        if not self.plans:
+        return self._step(self._next(), message)
+
+    def end_background(self, message: str | None = None) -> bool:
+        """The background plan ends, well or with ``message``, and its result arrives, if it has begun."""
+        return self._begun and self._step(self.background, message)
+
+    def _next(self) -> StepPlan | None:
+        self._begin()
+        return self.plans[0] if self.plans else None
+
+    def _begin(self) -> None:
+        """The background plan starts in its turn."""
+        if self.background is not None and not self._begun and self._waits_for <= 0:
+            self.device.begin(self.background)
+            self._begun = True
+
+    def _step(self, plan: StepPlan | None, message: str | None) -> bool:
+        if plan is None:
             return False
+        if plan.background:
+            self.background, self._begun = None, False
+        else:
+            self.plans.popleft()
+            self._waits_for -= 1
         self.now += 1.0
-        self.scheduler.step_failed(self.device.fail(self.plans.popleft(), message), self.now)
+        if message is None:
+            self.scheduler.step_done(self.device.run(plan), self.now)
+        else:
+            self.scheduler.step_failed(self.device.fail(plan, message), self.now)
+        self._begin()
         self.pump()
         return True
 
@@ -105,7 +137,9 @@ class SchedulerRig:
         self.scheduler.hold(ArenaPrepared(1, self._resizes, 1, num_blocks))
         self.pump()
         while (questions := self.scheduler.take_vacate(self.now)) is None:
-            assert self.deliver_reply() or self.run_step(), "the moment without steps never comes"
+            assert self.deliver_reply() or self.run_step() or self.end_background(), (
+                "the moment without steps never comes"
+            )
         plan = self.allocator.plan_resize(questions[ActorName.KV_ALLOCATOR].capacity)
         moved: dict[int, int] = {}
         if not isinstance(plan, str) and not fails:
@@ -130,9 +164,14 @@ class SchedulerRig:
             pass
 
     def cycle(self) -> bool:
-        """One step of a device that is slower than planning: plan as far as possible, then run one."""
+        """One step of a device that is slower than planning: plan as far as possible, then run one. The background
+        plan ends when ``background_cycles`` steps have run beside it, or nothing else is there to run."""
         self.settle_replies()
-        return self.run_step()
+        if self._begun and (self._beside >= self.background_cycles or not self.plans):
+            self._beside = 0
+            return self.end_background()
+        self._beside += self._begun
+        return self.run_step() or self.end_background()
 
     def drain(self, max_steps: int = 100_000) -> None:
         """Run until nothing moves any more."""
@@ -152,6 +191,7 @@ class SchedulerRig:
         assert held == 0 and self.allocator.num_requests == 0, f"{held} blocks are still held"
         assert self.device.num_requests == 0, f"the device still knows {self.device.num_requests} requests"
         assert self.scheduler.num_outstanding_steps == 0 and not self.plans and not self.replies
+        assert self.background is None
         assert self.scheduler.ledger.is_empty
 
     def _collect(self) -> None:

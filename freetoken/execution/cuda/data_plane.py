@@ -141,9 +141,11 @@ class DataPlane:
         max_entries = min(self.router.num_experts, tokens * top_k)
         return DevicePlan.empty(max_entries, tokens * top_k, self.counts.device)
 
-    def layer_plan(self, plan: DevicePlan, ordinal: int) -> DevicePlan:
-        """``plan`` with the counts of expert layer ``ordinal``."""
-        return DevicePlan(self.counts[ordinal], plan.entries, plan.addresses, plan.routes, plan.on_gpu)
+    def layer_plan(self, plan: DevicePlan, ordinal: int, counts: Tensor | None = None) -> DevicePlan:
+        """``plan`` with the counts of expert layer ``ordinal``; of the running step, or in ``counts`` [L, 8]."""
+        return DevicePlan(
+            (self.counts if counts is None else counts)[ordinal], plan.entries, plan.addresses, plan.routes, plan.on_gpu
+        )
 
     def publish(
         self,
@@ -211,8 +213,9 @@ class DataPlane:
         )  # fmt: skip
 
     def follow(self, step_id: int, ordinal: int) -> None:
-        """Wait, on the host, until the device has the plan of this expert layer of this step. Returns early when the
-        mailbox is dead or the device is later than it may be: what follows is correct anyway."""
+        """Wait, on the host, until the device has the plan of this expert layer of this step. Nothing later may be
+        enqueued yet: other publishes would hide it. Returns early when the mailbox is dead or the device is later than
+        it may be: what follows is correct anyway."""
         layout, words = self._layout, self._words
         assert layout is not None
         request, plan = layout["request_offset"] // 4, layout["plan_offset"] // 4

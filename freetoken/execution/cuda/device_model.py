@@ -8,7 +8,7 @@ wait falls through and no expert runs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,8 +95,10 @@ class DecodeBatch:
         self._model.graphs_captured += 1
 
     def launch(self) -> None:
-        """Replay the graph, or run eagerly while there is none."""
-        if self.graph is not None:
+        """Replay the graph, or run eagerly: while there is none, and where it would put records into places of the
+        staging buffer that a background step uses."""
+        in_the_way = self._model.program.reserved is not None and self.buffers.placed is not None
+        if self.graph is not None and not in_the_way:
             self.graph.replay()
         else:
             self.run()
@@ -129,6 +131,21 @@ class PieceBatch:
     ) -> None:
         """Run piece ``number``, whose tokens start at ``offset`` and whose query blocks are ``blocks[0]:blocks[1]``.
         ``max_context``: keys that its last token sees. ``tokens`` of the bucket; default all."""
+        for _ in self.layers(inputs, number, offset, blocks, max_context, tokens, staged):
+            pass
+
+    def layers(
+        self,
+        inputs: Mapping[str, Tensor],
+        number: int,
+        offset: int,
+        blocks: tuple[int, int],
+        max_context: int,
+        tokens: int | None = None,
+        staged: StagedStep | None = None,
+        counts: Tensor | None = None,
+    ) -> Iterator[None]:
+        """``run`` a layer at a time, see ``LayerProgram.layers``."""
         spec, model = self._model.weights.spec, self._model
         count = self.bucket if tokens is None else tokens
         cells = slice(offset, offset + count)
@@ -144,7 +161,7 @@ class PieceBatch:
             inputs["block_row"][part], inputs["block_first"][part], inputs["block_count"][part], self.tokens_per_block
         )
         buffers = self.buffers if count == self.bucket else self.buffers.rows(count)
-        model.program.run(buffers, mine, query_blocks, shape, self._work, staged)
+        return model.program.layers(buffers, mine, query_blocks, shape, self._work, staged, counts)
 
 
 class DeviceModel:
@@ -179,6 +196,7 @@ class DeviceModel:
         pieces = limits.max_tokens // PIECE_TOKENS + 2
         largest = StepShape(padded, limits.max_samples, padded + 4 * pieces, pieces)
         self.inputs = StepInputs(largest, self.device)
+        self._largest = largest
         self.logits = torch.zeros((limits.max_samples, spec.vocab_size), dtype=torch.float32, device=self.device)
         self.sampled_rows = torch.zeros((limits.max_samples, spec.hidden_size), dtype=torch.float32, device=self.device)
         self.normed_rows = torch.zeros(
@@ -191,6 +209,9 @@ class DeviceModel:
         self.graphs_captured = 0
         self._pieces: dict[int, PieceBatch] = {}
         self._long: PieceBatch | None = None
+        # Of background steps, whose layers alternate with other steps.
+        self.background_inputs = self.inputs
+        self.background_report = report
 
     def attach(self, mailbox: Mailbox | None) -> None:
         """Serve this mailbox from the next step on. No step may be running."""
@@ -201,6 +222,7 @@ class DeviceModel:
             with self.on_stream():
                 self.plane.attach(mailbox)
         self.table.clear()
+        self.program.reserved = None
 
     def slots_changed(self, num_slots: int) -> None:
         """Estimates of prefill go by the number of slots; nothing else does."""
@@ -276,6 +298,13 @@ class DeviceModel:
             return 0
         if num_tokens <= LONG_TOKENS and (self.costs is None or not self.costs.prefers_staging(num_tokens)):
             return 0
+        return self.background_tokens(num_tokens)
+
+    def background_tokens(self, num_tokens: int) -> int:
+        """Padded size of a background step of ``num_tokens`` tokens, one piece of any length; 0 when there is no room
+        for any beside other steps."""
+        if self._long is None:
+            return 0
         size = -(-num_tokens // LONG_STEP) * LONG_STEP
         return size if size <= self._long.bucket else 0
 
@@ -301,6 +330,10 @@ class DeviceModel:
             return
         try:
             self._long = PieceBatch(self, size)
+            self.background_inputs = StepInputs(self._largest, self.device)
+            self.background_report = ReportBuffers(
+                len(self.weights.spec.moe_layers), self.limits.max_samples, self.device
+            )
         except torch.OutOfMemoryError:
             logger.warning("event=long_prefill_off tokens=%d detail='device memory is short'", size)
 

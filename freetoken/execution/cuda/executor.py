@@ -15,12 +15,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from freetoken._native import Mailbox
@@ -28,32 +27,27 @@ from freetoken.execution.batch_state import BatchState, InvalidPlanError, Reques
 from freetoken.execution.constraints import Grammars
 from freetoken.execution.cuda.data_plane import read_counts
 from freetoken.execution.cuda.device_model import DeviceModel
-from freetoken.execution.cuda.inputs import NUM_REAL_STRIDE, StepShape
-from freetoken.execution.cuda.pieces import PIECE_BUCKETS, Piece, cut_pieces, query_blocks
-from freetoken.execution.cuda.report import Report
-from freetoken.execution.cuda.sampler import samples_on_host
+from freetoken.execution.cuda.inputs import StepInputs, StepShape
+from freetoken.execution.cuda.pieces import PIECE_BUCKETS, cut_pieces
+from freetoken.execution.cuda.report import Report, ReportBuffers
+from freetoken.execution.cuda.step_inputs import Draw, PieceInputs, fill_decode, fill_pieces
 from freetoken.execution.cuda.watchdog import Watchdog
 from freetoken.execution.sampling import Sampled, sample
 from freetoken.execution.step_executor import StepLimits
 from freetoken.grammar import ConstraintError
 from freetoken.messages import ActorName, ExpertCounters, RowResult, StepFailed, StepPlan, StepResult, StepRow
-from freetoken.models.decoder import ADMIT_ROW, ADMIT_RUN
 
 logger = logging.getLogger(__name__)
 
-_SEED_MASK = (1 << 63) - 1
-
 
 @dataclass(slots=True)
-class Draw:
-    """A sampled row of a step under way: its request, where its token goes, and its number among the sampled rows."""
+class Walk:
+    """A background step on its way through the layers: ``layers`` launches the next one."""
 
-    state: RequestState
-    token_index: int
-    row: int
-    on_host: bool
-    refused: str | None = None
-    """Why its grammar allows nothing."""
+    layers: Iterator[None]
+    running: list[tuple[StepRow, RequestState]]
+    filled: PieceInputs
+    layers_left: int
 
 
 @dataclass(slots=True)
@@ -63,12 +57,13 @@ class Tail:
     logits: Tensor
     inputs: Mapping[str, Tensor]
     greedy: bool
+    report: ReportBuffers
 
 
 @dataclass(slots=True)
 class Pending:
-    """An enqueued step. ``failed`` is set when nothing of it runs. ``spared``: requests that a later step has failed
-    since, and whose rows of this one are nevertheless good."""
+    """An enqueued step, or a ``resumable`` one. ``failed`` is set when nothing of it runs. ``spared``: requests that a
+    later step has failed since, and whose rows of this one are nevertheless good."""
 
     plan: StepPlan
     started_ns: int
@@ -83,12 +78,16 @@ class Pending:
     tail: Tail | None = None
     watched: bool = False
     launching: bool = False
+    long: bool = False
+    resumable: bool = False
+    walk: Walk | None = None
     failed: StepFailed | None = None
 
 
 class CudaStepExecutor:
-    """Runs plans in order; owns the state of their requests. ``enqueue`` from one thread, ``finish`` (in order) from
-    one thread; the two may differ. Belongs to one epoch."""
+    """Runs plans in order, and a background plan between them; owns the state of their requests. ``enqueue``, ``begin``
+    and ``advance`` from one thread, ``finish`` (in the order of the device) from one thread; the two may differ.
+    Belongs to one epoch."""
 
     depth = 2
 
@@ -107,6 +106,7 @@ class CudaStepExecutor:
         self._watchdog = watchdog
         self._lock = threading.Lock()  # over requests and pending
         self._pending: list[Pending] = []
+        self._walking = False  # a background step has begun and is not launched to its end
         spec = model.weights.spec
         self.requests = BatchState(
             spec.vocab_size, limits.block_size, limits.num_blocks, limits.max_context_tokens, grammars
@@ -116,8 +116,11 @@ class CudaStepExecutor:
 
     def must_finish_first(self, plan: StepPlan) -> bool:
         """Whether a step under way samples a request of ``plan`` on the host, or ``plan`` is long prefill: that is
-        enqueued at the device's pace, and the results of the step before must not wait so long."""
+        enqueued at the device's pace, and the results of the step before must not wait so long. A background plan holds
+        nothing up, but must not meet a long one."""
         with self._lock:
+            if plan.background and self._model.background_tokens(sum(row.num_tokens for row in plan.rows)):
+                return any(step.long for step in self._pending)
             if self._pending and self._is_long(plan):
                 return True
             names = {draw.state.request_id for step in self._pending for draw in step.draws if draw.on_host}
@@ -127,13 +130,24 @@ class CudaStepExecutor:
         rows = plan.rows
         if all(row.num_tokens == 1 for row in rows) and self._model.decode_batch(len(rows)) is not None:
             return False  # whatever would be cheaper for as many tokens of prefill
-        return self._model.long_tokens(sum(row.num_tokens for row in rows)) > 0
+        return self._long_tokens(sum(row.num_tokens for row in rows)) > 0
+
+    def _long_tokens(self, num_tokens: int) -> int:
+        """As the model says, unless a background step has the buffers for that."""
+        return 0 if self._walking else self._model.long_tokens(num_tokens)
+
+    def _begin_watch(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.begin()
+
+    def _end_watch(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.end()
 
     def enqueue(self, plan: StepPlan) -> Pending:
         """Launch ``plan``; what goes wrong is in the result's ``failed``."""
         pending = Pending(plan, time.monotonic_ns())
-        if self._watchdog is not None:
-            self._watchdog.begin()
+        self._begin_watch()
         with self._lock:
             for earlier in self._pending:  # the stream must have their sampling first
                 self._launch_tail(earlier)
@@ -143,8 +157,8 @@ class CudaStepExecutor:
                 self._give_up(pending, error)
             self._pending.append(pending)
             pending.watched = pending.event is not None or pending.tail is not None
-        if not pending.watched and self._watchdog is not None:
-            self._watchdog.end()
+        if not pending.watched:
+            self._end_watch()
         return pending
 
     def _give_up(self, pending: Pending, error: Exception) -> None:
@@ -165,6 +179,28 @@ class CudaStepExecutor:
 
     def _enqueue(self, plan: StepPlan, pending: Pending) -> None:
         model = self._model
+        running = self._admit(plan, pending)
+        if not running:
+            return
+        slots = self._slots(plan, running)
+        pending.launching = True
+        with model.on_stream():
+            model.table.flush()
+            batch = model.decode_batch(len(running)) if all(row.num_tokens == 1 for row, _ in running) else None
+            if batch is not None:
+                shape = batch.shape
+                draws = fill_decode(model.inputs, shape, plan.step_id, running, slots, self._limits)
+                model.inputs.upload(shape)
+                batch.launch()
+            else:
+                shape, draws, pending.passes = self._run_pieces(plan.step_id, running, slots, pending)
+            self._complete(pending, shape, draws, model.inputs, model.report)
+        self._note_results(pending, running, draws)
+
+    def _admit(self, plan: StepPlan, pending: Pending) -> list[tuple[StepRow, RequestState]]:
+        """Check the plan and take it into the requests' states; the rows that can run. Raises what keeps it from
+        running."""
+        model = self._model
         num_tokens = sum(row.num_tokens for row in plan.rows)
         if num_tokens > self._limits.max_batch_tokens:
             raise InvalidPlanError(
@@ -180,44 +216,12 @@ class CudaStepExecutor:
         pending.states = self.requests.apply(plan)
         pending.failures = [state.failure for state in pending.states]
         running = [(row, state) for row, state in zip(plan.rows, pending.states, strict=True) if state.failure is None]
-        if not running:
-            return
-        if self._mailbox is not None and self._mailbox.aborted:
+        if running and self._mailbox is not None and self._mailbox.aborted:
             raise self._aborted()
-        slots = self._slots(plan, running)
-        pending.launching = True
-        with model.on_stream():
-            model.table.flush()
-            batch = model.decode_batch(len(running)) if all(row.num_tokens == 1 for row, _ in running) else None
-            if batch is not None:
-                shape = batch.shape
-                draws = self._fill_decode(plan.step_id, shape, running, slots)
-                model.inputs.upload(shape)
-                batch.launch()
-                inputs, logits = batch.inputs, batch.logits
-            else:
-                shape, draws, pending.passes = self._run_pieces(plan.step_id, running, slots)
-                inputs, logits = model.inputs.device_views(shape), model.logits[: shape.samples]
-            if draws:
-                greedy = all(draw.on_host or draw.state.sampling.temperature == 0.0 for draw in draws)
-                model.sampler.check(logits, model.report)
-                pending.host_logits = self._copy_logits(logits, draws)
-                tail = Tail(logits, inputs, greedy)
-                if any(draw.state.grammar is not None and not draw.on_host for draw in draws):
-                    pending.tail = tail
-                else:
-                    model.sampler.draw(logits, inputs, greedy, model.report, model.table)
-            if pending.tail is None:
-                self._end_launch(pending, shape.samples)
-        pending.draws = draws
-        for row, state in running:
-            state.num_computed = row.start + row.num_tokens
-        for draw in draws:
-            draw.token_index = len(draw.state.tokens)
-            draw.state.tokens.append(-1)
+        return running
 
-    def _end_launch(self, pending: Pending, num_samples: int) -> None:
-        pending.report = self._model.report.download(num_samples)
+    def _end_launch(self, pending: Pending, num_samples: int, report: ReportBuffers) -> None:
+        pending.report = report.download(num_samples)
         if self._model.on_gpu:
             pending.event = torch.cuda.Event(blocking=True)  # a waiter that spins takes a core from the CPU experts
             pending.event.record()
@@ -241,8 +245,8 @@ class CudaStepExecutor:
         try:
             with model.on_stream():
                 model.masks.apply(tail.logits, rows, masks)
-                model.sampler.draw(tail.logits, tail.inputs, tail.greedy, model.report, model.table)
-                self._end_launch(pending, len(tail.logits))
+                model.sampler.draw(tail.logits, tail.inputs, tail.greedy, tail.report, model.table)
+                self._end_launch(pending, len(tail.logits), tail.report)
         except Exception as error:
             self._give_up(pending, error)
 
@@ -271,89 +275,32 @@ class CudaStepExecutor:
             slots.append(slot)
         return slots
 
-    def _fill_decode(
-        self, step_id: int, shape: StepShape, running: list[tuple[StepRow, RequestState]], slots: list[int]
-    ) -> list[Draw]:
-        views = self._model.inputs.host_views(shape)
-        count, block_size = len(running), self._limits.block_size
-        draws = []
-        views["step_id"][0] = step_id
-        views["num_real"][0] = count
-        token, position, mapping = views["token"], views["position"], views["slot_mapping"]
-        request_slot, sample_slot, admit = views["request_slot"], views["sample_slot"], views["admit"]
-        for view, padding in (
-            (token, 0),
-            (position, -1),
-            (mapping, -1),
-            (request_slot, 0),
-            (sample_slot, 0),
-            (admit, 0),
-        ):
-            view[count:] = padding
-        for i, (row, state) in enumerate(running):
-            start = row.start
-            token[i] = state.tokens[start]
-            position[i] = start
-            mapping[i] = int(state.blocks[start // block_size]) * block_size + start % block_size
-            request_slot[i] = slots[i]
-            sample_slot[i] = slots[i] if row.sample else 0
-            admit[i] = ADMIT_ROW if row.sample or self._limits.seed_tail_tokens else 0
-            if row.sample:
-                draws.append(Draw(state, 0, i, samples_on_host(state)))
-        _fill_sampling(views, draws, shape.samples)
-        return draws
-
     def _run_pieces(
-        self, step_id: int, running: list[tuple[StepRow, RequestState]], slots: list[int]
+        self, step_id: int, running: list[tuple[StepRow, RequestState]], slots: list[int], pending: Pending
     ) -> tuple[StepShape, list[Draw], int]:
         model = self._model
         lengths = [row.num_tokens for row, _ in running]
-        long = model.long_tokens(sum(lengths))
+        long = self._long_tokens(sum(lengths))
+        pending.long = long > 0
         pieces = cut_pieces(lengths, (long,) if long else PIECE_BUCKETS)
         per_block = (model.long_piece if long else model.piece(pieces[0].bucket)).tokens_per_block
         staged = model.staged_step(step_id) if long else None
-        blocks = [query_blocks(piece, per_block) for piece in pieces]
-        block_ends = np.cumsum([-(-len(b) // NUM_REAL_STRIDE) * NUM_REAL_STRIDE for b in blocks])
-        sampled = [i for i, (row, _) in enumerate(running) if row.sample]
-        shape = StepShape(pieces[-1].offset + pieces[-1].bucket, len(sampled), int(block_ends[-1]), len(pieces))
-        views = model.inputs.host_views(shape)
-        views["step_id"][0] = step_id
-        self._fill_tokens(views, running, slots, pieces)
-        ranges = []
-        for number, mine in enumerate(blocks):
-            begin = int(block_ends[number - 1]) if number else 0
-            ranges.append((begin, begin + len(mine)))
-            views["num_real"][number * NUM_REAL_STRIDE] = pieces[number].num_real
-            for at, (row_index, first, count) in enumerate(mine, begin):
-                views["block_row"][at] = slots[row_index]
-                views["block_first"][at] = first
-                views["block_count"][at] = count
-        last_token: dict[int, int] = {}
-        for piece in pieces:
-            for part in piece.parts:
-                last_token[part.row] = piece.offset + part.first + part.count - 1
-        draws = []
-        for number, index in enumerate(sampled):
-            state = running[index][1]
-            draws.append(Draw(state, 0, number, samples_on_host(state)))
-            views["logit_token"][number] = last_token[index]
-            views["sample_slot"][number] = slots[index]
-        _fill_sampling(views, draws, shape.samples)
-        logit_tokens = views["logit_token"].copy()
-        model.inputs.upload(shape)
-        inputs = model.inputs.device_views(shape)
+        filled = fill_pieces(model.inputs, step_id, running, slots, pieces, per_block, self._limits)
+        model.inputs.upload(filled.shape)
+        inputs = model.inputs.device_views(filled.shape)
         model.report.counts.zero_()
         if len(pieces) > 1:
             model.report.begin_sum()
         taken = 0
         for number, piece in enumerate(pieces):
             batch = model.long_piece if long else model.piece(piece.bucket)
-            context = max(running[part.row][0].start + part.start + part.count for part in piece.parts)
-            batch.run(inputs, number, piece.offset, ranges[number], context, piece.bucket, staged)
+            batch.run(
+                inputs, number, piece.offset, filled.ranges[number], filled.contexts[number], piece.bucket, staged
+            )
             if len(pieces) > 1:
                 model.report.add_counts()
             end = piece.offset + piece.bucket
-            here = int(np.searchsorted(logit_tokens, end)) - taken
+            here = int(np.searchsorted(filled.logit_tokens, end)) - taken
             if here:
                 rows = inputs["logit_token"][taken : taken + here] - piece.offset
                 torch.index_select(batch.buffers.residual, 0, rows, out=model.sampled_rows[taken : taken + here])
@@ -362,34 +309,158 @@ class CudaStepExecutor:
             model.program.logits(model.sampled_rows[:taken], model.normed_rows[:taken], model.logits[:taken])
         if len(pieces) > 1:
             model.report.end_sum()
-        return shape, draws, len(pieces)
+        return filled.shape, filled.draws, len(pieces)
 
-    def _fill_tokens(
-        self,
-        views: dict[str, NDArray[np.generic]],
-        running: list[tuple[StepRow, RequestState]],
-        slots: list[int],
-        pieces: list[Piece],
+    def _complete(
+        self, pending: Pending, shape: StepShape, draws: list[Draw], inputs: StepInputs, report: ReportBuffers
     ) -> None:
-        block_size, tail = self._limits.block_size, self._limits.seed_tail_tokens
-        for name, padding in (("token", 0), ("position", -1), ("slot_mapping", -1), ("request_slot", 0), ("admit", 0)):
-            views[name][...] = padding
-        for piece in pieces:
-            for part in piece.parts:
-                row, state = running[part.row]
-                begin = piece.offset + part.first
-                cells = slice(begin, begin + part.count)
-                start = row.start + part.start
-                span = np.arange(start, start + part.count, dtype=np.int64)
-                views["token"][cells] = state.tokens[start : start + part.count]
-                views["position"][cells] = span
-                views["request_slot"][cells] = slots[part.row]
-                views["slot_mapping"][cells] = (
-                    state.blocks[span // block_size].astype(np.int64) * block_size + span % block_size
-                )
-                decoding = row.num_tokens == 1 and row.sample
-                admitted = span >= row.start + row.num_tokens - (1 if decoding else tail)
-                views["admit"][cells] = np.where(admitted, ADMIT_ROW if decoding else ADMIT_RUN, 0)
+        """The end of a step's launches: sampling, unless it has to wait for masks, and the way back to the host."""
+        model = self._model
+        if draws:
+            logits = model.logits[: shape.samples]
+            greedy = all(draw.on_host or draw.state.sampling.temperature == 0.0 for draw in draws)
+            model.sampler.check(logits, report)
+            pending.host_logits = self._copy_logits(logits, draws)
+            tail = Tail(logits, inputs.device_views(shape), greedy, report)
+            if any(draw.state.grammar is not None and not draw.on_host for draw in draws):
+                pending.tail = tail
+                return
+            model.sampler.draw(tail.logits, tail.inputs, greedy, report, model.table)
+        self._end_launch(pending, shape.samples, report)
+
+    def _note_results(self, pending: Pending, running: list[tuple[StepRow, RequestState]], draws: list[Draw]) -> None:
+        pending.draws = draws
+        for row, state in running:
+            state.num_computed = row.start + row.num_tokens
+        for draw in draws:
+            draw.token_index = len(draw.state.tokens)
+            draw.state.tokens.append(-1)
+
+    # ------------------------------------------------------------------------------------------ background steps
+
+    def begin(self, plan: StepPlan) -> Pending:
+        """Start a background plan, see ``ResumableExecutor``. Where there is no room for one, it is enqueued whole."""
+        num_tokens = sum(row.num_tokens for row in plan.rows)
+        if self._walking or not plan.rows or not self._model.background_tokens(num_tokens):
+            return self.enqueue(plan)
+        pending = Pending(plan, time.monotonic_ns(), resumable=True)
+        self._begin_watch()
+        with self._lock:
+            try:
+                self._start_walk(plan, pending)
+            except Exception as error:
+                self._break_off(pending, error)
+        return pending
+
+    def _start_walk(self, plan: StepPlan, pending: Pending) -> None:
+        model = self._model
+        running = self._admit(plan, pending)
+        if not running:
+            return
+        slots = self._slots(plan, running)
+        lengths = [row.num_tokens for row, _ in running]
+        size = model.background_tokens(sum(lengths))
+        pieces = cut_pieces(lengths, (size,))
+        with model.on_stream():
+            pending.launching = pending.long = True
+            model.table.flush()
+            inputs, report = model.background_inputs, model.background_report
+            batch = model.long_piece
+            filled = fill_pieces(inputs, plan.step_id, running, slots, pieces, batch.tokens_per_block, self._limits)
+            inputs.upload(filled.shape)
+            report.counts.zero_()
+            staged = model.staged_step(plan.step_id) if model.long_tokens(sum(lengths)) else None
+            layers = batch.layers(
+                inputs.device_views(filled.shape),
+                0,
+                0,
+                filled.ranges[0],
+                filled.contexts[0],
+                size,
+                staged,
+                report.counts,
+            )
+        if staged is not None:
+            model.program.reserved = staged.stager
+        pending.walk = Walk(layers, running, filled, len(model.weights.layers))
+        self._walking = True
+
+    def advance(self, pending: Pending, layers: int) -> bool:
+        """Launch the next ``layers`` layers of a background step; True when it is launched to its end."""
+        if not pending.resumable:  # it was enqueued whole
+            return True
+        walk = pending.walk
+        if walk is not None:
+            try:
+                if self._mailbox is not None and self._mailbox.aborted:
+                    raise self._aborted()
+                with self._lock:
+                    for earlier in self._pending:  # before the device has other work, and before the logits are others
+                        self._launch_tail(earlier)
+                with self._model.on_stream():
+                    for _ in range(min(layers, walk.layers_left)):
+                        next(walk.layers)
+                        walk.layers_left -= 1
+                    if walk.layers_left:
+                        return False
+                    self._end_walk(pending, walk)
+            except Exception as error:
+                with self._lock:
+                    self._break_off(pending, error)
+        with self._lock:
+            self._launch_tail(pending)  # nothing else samples its requests
+            self._pending.append(pending)
+            pending.watched = pending.event is not None
+        if not pending.watched:
+            self._end_watch()
+        return True
+
+    def cancel(self, pending: Pending) -> None:
+        """Forget a background step; the epoch is over."""
+        if not pending.resumable:
+            self.finish(pending)
+            return
+        if pending.walk is not None:
+            self._stop_walking(pending)
+        self._end_watch()
+
+    def mark(self) -> torch.cuda.Event | None:
+        """The device's work so far."""
+        if not self._model.on_gpu:
+            return None
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._model.stream)
+        return event
+
+    def await_mark(self, mark: torch.cuda.Event | None) -> None:
+        """Wait until that is done."""
+        if mark is not None:
+            mark.synchronize()
+
+    def _end_walk(self, pending: Pending, walk: Walk) -> None:
+        model, filled = self._model, walk.filled
+        next(walk.layers, None)  # what follows the last layer
+        count = len(filled.draws)
+        if count:
+            rows = model.background_inputs.device_views(filled.shape)["logit_token"]
+            torch.index_select(model.long_piece.buffers.residual, 0, rows, out=model.sampled_rows[:count])
+            model.program.logits(model.sampled_rows[:count], model.normed_rows[:count], model.logits[:count])
+        self._complete(pending, filled.shape, filled.draws, model.background_inputs, model.background_report)
+        with self._lock:
+            self._note_results(pending, walk.running, filled.draws)
+        self._stop_walking(pending)
+
+    def _stop_walking(self, pending: Pending) -> None:
+        pending.walk = None
+        self._walking = False
+        self._model.program.reserved = None
+
+    def _break_off(self, pending: Pending, error: Exception) -> None:
+        """A background step cannot go on. Under the lock."""
+        if pending.walk is not None:
+            self._stop_walking(pending)
+        pending.event = None
+        self._give_up(pending, error)
 
     @staticmethod
     def _copy_logits(logits: Tensor, draws: list[Draw]) -> Tensor | None:
@@ -405,7 +476,7 @@ class CudaStepExecutor:
     # ------------------------------------------------------------------------------------------ finish
 
     def finish(self, pending: Pending) -> StepResult | StepFailed:
-        """Wait for ``pending``, the oldest step under way, and read its outcome."""
+        """Wait for ``pending``, the step under way that the device ends first, and read its outcome."""
         plan = pending.plan
         error: Exception | None = None
         with self._lock:
@@ -415,8 +486,8 @@ class CudaStepExecutor:
                 pending.event.synchronize()
             except Exception as found:  # the device itself failed
                 error = found
-        if pending.watched and self._watchdog is not None:
-            self._watchdog.end()
+        if pending.watched:
+            self._end_watch()
         with self._lock:
             self._pending.remove(pending)
             if pending.failed is not None:
@@ -534,25 +605,3 @@ def _is_lasting(error: RuntimeError) -> bool:
     aborted by nobody who would begin a new epoch."""
     message = str(error)
     return message.startswith("aborted: ") or any(sign in message for sign in ("CUDA error", "Triton Error [CUDA]"))
-
-
-def _fill_sampling(views: dict[str, NDArray[np.generic]], draws: list[Draw], rows: int) -> None:
-    for name, neutral in (
-        ("seed", 0),
-        ("sample_position", 0),
-        ("top_k", 0),
-        ("temperature", 0),
-        ("top_p", 1),
-        ("min_p", 0),
-    ):
-        views[name][:rows] = neutral
-    for draw in draws:
-        params, row = draw.state.sampling, draw.row
-        views["seed"][row] = draw.state.seed & _SEED_MASK
-        views["sample_position"][row] = len(draw.state.tokens)
-        if draw.on_host:
-            continue
-        views["temperature"][row] = params.temperature
-        views["top_k"][row] = params.top_k
-        views["top_p"][row] = params.top_p
-        views["min_p"][row] = params.min_p

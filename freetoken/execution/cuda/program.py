@@ -8,7 +8,7 @@ larger batches go through normed rows and matrix products. Padding tokens have p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from freetoken.execution.cuda.data_plane import DataPlane
 from freetoken.execution.cuda.embed import embed
 from freetoken.execution.cuda.expert_kernels import COPY_PROGRAMS, gemm_cut
 from freetoken.execution.cuda.inputs import RequestTable
-from freetoken.execution.cuda.staging import StagedStep
+from freetoken.execution.cuda.staging import StagedStep, Stager
 from freetoken.execution.cuda.trace import Trace
 from freetoken.execution.cuda.weights import DenseWeights, LayerWeights, Linear
 from freetoken.kernels.triton import linear as linear_kernels
@@ -66,6 +66,8 @@ class LayerProgram:
         self._arena = arena
         self._table = table
         self.trace: Trace | None = None
+        self.reserved: Stager | None = None
+        """The staging buffer while a background step uses it: others keep to its spare places."""
         self._kv = [arena.layer_kv(layer) for layer in range(self.spec.num_layers)]
 
     def embed(self, x: TokenBuffers, inputs: Mapping[str, Tensor]) -> None:
@@ -83,6 +85,21 @@ class LayerProgram:
     ) -> None:
         """Embedding and all layers; ``x.residual`` then holds the last layer's output. ``staged``: records come by the
         copy engine, a layer ahead; not for graphs."""
+        for _ in self.layers(x, inputs, blocks, shape, work, staged):
+            pass
+
+    def layers(
+        self,
+        x: TokenBuffers,
+        inputs: Mapping[str, Tensor],
+        blocks: QueryBlocks,
+        shape: AttentionShape,
+        work: tuple[Tensor, Tensor] | None,
+        staged: StagedStep | None = None,
+        counts: Tensor | None = None,
+    ) -> Iterator[None]:
+        """``run`` a layer at a time: yields after each. Other batches may be launched in between, if their buffers and
+        inputs are others; ``counts`` [L, 8] then keeps this one's figures apart."""
         self._mark("before")
         if staged is not None:
             staged.begin()
@@ -93,13 +110,15 @@ class LayerProgram:
             if layer.router is None:
                 self.mlp(layer, x)
                 self._mark("mlp")
+                yield
                 continue
             if x.placed is None:
                 self.experts(layer, x, inputs)
             else:
-                self.placed_experts(layer, x, inputs, staged)
+                self.placed_experts(layer, x, inputs, staged, counts)
             if staged is not None:
                 staged.after(layer.ordinal)
+            yield
         self._mark("after")
 
     def _mark(self, name: str) -> None:
@@ -261,7 +280,12 @@ class LayerProgram:
         self._mark("combine")
 
     def placed_experts(
-        self, layer: LayerWeights, x: TokenBuffers, inputs: Mapping[str, Tensor], staged: StagedStep | None
+        self,
+        layer: LayerWeights,
+        x: TokenBuffers,
+        inputs: Mapping[str, Tensor],
+        staged: StagedStep | None,
+        counts: Tensor | None = None,
     ) -> None:
         """residual += experts(norm(residual)) through the mailbox: records are put in place, then multiplied. Batches
         of up to ``max_shared_tokens`` share the work with the CPU, longer and staged ones do not."""
@@ -276,11 +300,12 @@ class LayerProgram:
         num_routes = plane.publish_routes(
             ordinal, step_id, num_real, x.ids, x.weights, admit, x.hidden if shared else None
         )
-        plan = plane.layer_plan(placed.plan, ordinal)
+        plan = plane.layer_plan(placed.plan, ordinal, counts)
         if staged is not None:
             table, spares = staged.stager.table(ordinal), staged.stager.spares
         else:
-            table, spares = plane.nothing_staged, placed.spares
+            table = plane.nothing_staged
+            spares = placed.spares if self.reserved is None else self.reserved.spares
         plane.await_placed_plan(ordinal, plan, placed.copies, num_routes, table, spares)
         self._mark("plan")
         if staged is not None:

@@ -25,6 +25,7 @@ limits = st.builds(
     vocab_size=st.just(VOCAB),
     eos_token_ids=st.sampled_from([(), (0,)]),
     prefix_cache=st.booleans() | st.just(True),
+    ride_along_tokens=st.sampled_from([None, 0, 2, 5]),
 )
 
 
@@ -55,8 +56,9 @@ arrivals = st.builds(
 
 events = st.one_of(
     arrivals,
-    st.sampled_from(["reply", "step", "step", "step", "cycle", "cycle", "cycle"]),
-    st.sampled_from(["fail", "stall"]) | st.tuples(st.sampled_from(["abort", "numeric"]), st.integers(0, 20)),
+    st.sampled_from(["reply", "step", "step", "step", "cycle", "cycle", "cycle", "background"]),
+    st.sampled_from(["fail", "stall", "fail background"])
+    | st.tuples(st.sampled_from(["abort", "numeric"]), st.integers(0, 20)),
 )
 
 
@@ -81,9 +83,15 @@ def test_tokens_do_not_depend_on_the_order_of_events(limits, script, weight):
                 for _ in range(weight):
                     rig.cycle()
             case "fail":
-                if rig.plans:
-                    faulty |= {row.request_id for row in rig.plans[0].rows}
-                    rig.fail_step()
+                plan = rig.plans[0] if rig.plans else None
+                if rig.fail_step():
+                    faulty |= {row.request_id for row in plan.rows}
+            case "background":
+                rig.end_background()
+            case "fail background":
+                plan = rig.background
+                if rig.end_background("out of luck"):
+                    faulty |= {row.request_id for row in plan.rows}
             case "stall":
                 rig.now += 2000.0
                 before = set(rig.endings)
