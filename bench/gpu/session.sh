@@ -6,8 +6,8 @@
 #   PARTS="build model rebalance" OUT=results bash bench/gpu/session.sh    (rebalance runs only when named)
 #
 # Parts have limits of their own and share one for all (TOTAL seconds), so a part that hangs costs no other its turn.
-# Leaves in $OUT: session.log (everything printed), decode.json, prefill.json, http.json, rebalance.json, soak.json,
-# tests.log.
+# Leaves in $OUT: session.log (everything printed), decode.json, prefill.json, interleave.json, http.json,
+# rebalance.json, soak.json, tests.log.
 # Settings by environment: SHAPE DTYPE LAYERS DEVICE SCRATCH PYTHON WHEELS TOTAL PARTS and the sizes below.
 set -u
 cd "$(dirname "$0")/../.."
@@ -20,11 +20,13 @@ SCRATCH=${SCRATCH:-/dev/shm}
 PYTHON=${PYTHON:-python3}
 WHEELS=${WHEELS:-.whl}
 TOTAL=${TOTAL:-400}
-PARTS=${PARTS:-build model decode prefill http tests soak}
+PARTS=${PARTS:-build model decode prefill interleave http tests soak}
 SPLITS=${SPLITS:-0.25,0.4,0.5,0.6}
 HTTP_SPLIT=${HTTP_SPLIT:-}
 PREFILL_SPLITS=${PREFILL_SPLITS:-0.3,0.5}
 NEW=${NEW:-16,512,4096}
+LONG=${LONG:-4096}
+STREAMS=${STREAMS:-1,4}
 TOKENS=${TOKENS:-200}
 HTTP_TOKENS=${HTTP_TOKENS:-256}
 FILL=${FILL:-32}
@@ -124,6 +126,9 @@ wanted decode && part decode 70 $PYTHON bench/system/decode.py "${COMMON[@]}" --
 
 wanted prefill && part prefill 40 $PYTHON bench/system/prefill.py "${COMMON[@]}" --in-process --residency 0.25 \
     --new "$NEW" --split "$PREFILL_SPLITS" --repeats 3 --kv-tokens "$KV" --trace --out "$OUT/prefill.json"
+
+wanted interleave && part interleave 60 $PYTHON bench/system/interleave.py "${COMMON[@]}" --residency 0.25 --long "$LONG" \
+    --streams "$STREAMS" --split "${INTERLEAVE_SPLIT:-0.5}" --repeats 3 --kv-tokens "$KV" --out "$OUT/interleave.json"
 
 if wanted http; then
     # The split that was best in process.
