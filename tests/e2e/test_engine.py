@@ -138,3 +138,27 @@ def test_metrics_are_prometheus_text_from_every_actor(engine: EngineProcess) -> 
         text = response.read().decode()
     for actor in ("scheduler", "kv_allocator", "expert_cache", "cpu_executor", "gpu_executor", "weight_streamer"):
         assert f"freetoken_{actor}_" in text
+
+
+def test_prompts_beside_a_stream_change_nothing(tiny_checkpoint: Path, cache_dir: Path) -> None:
+    """Long prompts run in the background of decoding requests; with --deterministic every token is the same."""
+    flags = ("--runtime", "local", "--deterministic", "--set", "kv.prefix_cache=false")
+    arguments = (*TINY_SETTINGS, *TINY_SLOTS, *flags, "--set", f"loader.cache_dir={cache_dir}")
+    longs = [[(13 * i + 5 * j) % 500 + 5 for j in range(290)] for i in range(3)]
+    with EngineProcess(str(tiny_checkpoint), *arguments) as local, concurrent.futures.ThreadPoolExecutor(4) as pool:
+
+        def background_steps() -> float:
+            scheduler = next(a for a in get(local.url, "/v1/actors")["actors"] if a["name"] == "Scheduler")
+            return float(scheduler["metrics"]["background_steps_total"])
+
+        def text(prompt: list[int], count: int) -> str:
+            return str(complete(local.url, prompt, count)["choices"][0]["text"])
+
+        alone = [text(PROMPTS[1], 400), *(text(prompt, 8) for prompt in longs)]
+        assert background_steps() == 0
+        stream = pool.submit(text, PROMPTS[1], 400)
+        while not stream.done():
+            together = list(pool.map(lambda prompt: text(prompt, 8), longs))
+            assert together == alone[1:]
+        assert stream.result() == alone[0]
+        assert background_steps() > 0
