@@ -141,8 +141,8 @@ def test_metrics_are_prometheus_text_from_every_actor(engine: EngineProcess) -> 
 
 
 def test_prompts_beside_a_stream_change_nothing(tiny_checkpoint: Path, cache_dir: Path) -> None:
-    """Long prompts run in the background of decoding requests; with --deterministic every token is the same."""
-    flags = ("--runtime", "local", "--deterministic", "--set", "kv.prefix_cache=false")
+    """Long prompts run in the background of decoding requests; with deterministic=true every token is the same."""
+    flags = ("--runtime", "local", "--set", "deterministic=true", "--set", "kv.prefix_cache=false")
     arguments = (*TINY_SETTINGS, *TINY_SLOTS, *flags, "--set", f"loader.cache_dir={cache_dir}")
     longs = [[(13 * i + 5 * j) % 500 + 5 for j in range(290)] for i in range(3)]
     with EngineProcess(str(tiny_checkpoint), *arguments) as local, concurrent.futures.ThreadPoolExecutor(4) as pool:
