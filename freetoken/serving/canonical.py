@@ -34,7 +34,9 @@ CUSTOM_FIELD = "input"
 """The one argument of a custom tool, as models see it: they know functions only."""
 
 _BILLING_BLOCK = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\s*")
-_TOKENS_LEFT_LINE = re.compile(r"[ \t]*<total_tokens>[^<>\n]*</total_tokens>[ \t]*(?:\n|\Z)")
+_TOKENS_LEFT_LINE = re.compile(
+    r"^[ \t]*<total_tokens>[ \t]*[\d,]+ tokens left[ \t]*</total_tokens>[ \t]*(?:\n|\Z)", re.MULTILINE
+)
 
 FALLBACK_TOOLS_HEAD = (
     "# Tools\n\nYou may call functions to help with the user's request. Their definitions, JSON objects, one a line:\n"
