@@ -46,18 +46,19 @@ class Dialogue:
     def of(cls, spec: LaunchSpec, text: TextModel) -> Dialogue:
         """Blocks for some milliseconds."""
         server, tokenizer = spec.config.server, text.tokenizer
-        renderer = PromptRenderer(
-            text,
-            OutputMemory(server.output_memory_tokens),
-            spec.model.eos_token_ids,
-            server.canonical_tools,
-            server.keep_reasoning,
-        )
         source = None if text.template is None else text.template.source
         output = format_for(spec.model.family, source, lambda token: tokenizer.token_id(token) is not None)
         stops = [tokenizer.token_id(token) for token in output.stop_tokens]
         if not output.calls and output.channels is None:
             output = format_named(FALLBACK_FORMAT)
+        renderer = PromptRenderer(
+            text,
+            OutputMemory(server.output_memory_tokens),
+            spec.model.eos_token_ids,
+            output.stop_tokens,
+            server.canonical_tools,
+            server.keep_reasoning,
+        )
         kept = {tokenizer.token_id(token) for token in output.special_tokens}
         logger.info(
             "event=dialogue_ready format=%s template_tools=%s reasoning_field=%s",

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TAIL_CHARACTERS = 256
-MAX_OPENING_CHARACTERS = 64
-"""Most that a template writes to open an answer (``<think>``, ``</think>``, a channel's name)."""
+TAIL_CHARACTERS = 512
+MAX_OPENING_CHARACTERS = 160
+"""Most that a template writes to open an answer: ``<think>``, ``</think>``, a channel, a call with its name."""
 
 
 def digest(*parts: bytes) -> bytes:

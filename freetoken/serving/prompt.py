@@ -44,10 +44,10 @@ class RenderedPrompt:
 
 @dataclass(slots=True)
 class _Plan:
-    """Messages for one rendering, and which of them are recognised."""
+    """Messages for one rendering, and which of them are recognised: mark, record, whether the mark is in a call."""
 
     messages: list[dict[str, Any]]
-    marks: list[tuple[str, OutputRecord]] = field(default_factory=list)
+    marks: list[tuple[str, OutputRecord, bool]] = field(default_factory=list)
     history: bytes = b""
 
 
@@ -62,9 +62,9 @@ class _MismatchError(Exception):
 class PromptRenderer:
     """Renders conversations of one model. ``render`` and ``remember`` may run in any thread.
 
-    ``end_token_ids`` are the tokens that end a turn. ``ordered_tools``: see ``canonicalise``. With ``keep_reasoning``
-    every recognised turn keeps its reasoning, as it was generated; without it those before the last message of a user
-    are left to the template, most of which drop it.
+    ``end_token_ids`` and ``end_tokens`` are what ends a turn. ``ordered_tools``: see ``canonicalise``. With
+    ``keep_reasoning`` every recognised turn keeps its reasoning, as it was generated; without it those before the last
+    message of a user are left to the template, most of which drop it.
     """
 
     def __init__(
@@ -72,12 +72,13 @@ class PromptRenderer:
         text: TextModel,
         memory: OutputMemory,
         end_token_ids: Iterable[int] = (),
+        end_tokens: Iterable[str] = (),
         ordered_tools: bool = False,
         keep_reasoning: bool = True,
     ) -> None:
         self._text = text
         ids = {*end_token_ids, *text.defaults.eos_token_ids}
-        self._end_tokens = sorted(filter(None, map(text.tokenizer.texts.piece, ids)))
+        self._end_tokens = sorted({*filter(None, map(text.tokenizer.texts.piece, ids)), *end_tokens})
         self._memory = memory
         self._ordered_tools = ordered_tools
         self._keep_reasoning = keep_reasoning
@@ -125,22 +126,23 @@ class PromptRenderer:
                 history = digest(history, dump(message).encode("utf-8", "surrogatepass"))
             else:
                 mark = f"{self._mark}n{i}x"
-                plan.marks.append((mark, record))
-                plan.messages.append(self._marked(message, mark))
+                marked = self._marked(message, mark)
+                plan.marks.append((mark, record, "tool_calls" in marked))
+                plan.messages.append(marked)
                 history = digest(history, record.identity)
         plan.history = history
         return plan
 
     def _marked(self, message: Mapping[str, Any], mark: str) -> dict[str, Any]:
-        """The message with a mark in place of what was said. Where results need a call before them, the last call
-        stays, with a mark as its argument."""
+        """The message with a mark in place of what was said. Where results need a call before them, one call stays,
+        with the mark as its argument."""
         calls = message.get("tool_calls")
         if not calls or self.traits.results_alone or not self.traits.call_closing:
             return {"role": "assistant", "content": mark}
-        arguments: Any = {"zqkey": f"{mark}e"}
+        arguments: Any = {"zqkey": mark}
         if self.traits.arguments_as_text:
             arguments = dump(arguments)
-        return call_message(mark, arguments, calls[-1]["function"]["name"], calls[-1]["id"])
+        return call_message("", arguments, calls[-1]["function"]["name"], calls[-1]["id"])
 
     def _render_text(
         self, plan: _Plan, prompt: CanonicalPrompt, conversation: Conversation, variables: Mapping[str, Any]
@@ -173,14 +175,14 @@ class PromptRenderer:
         ids: list[int] = []
         head = hashlib.blake2b(digest_size=16)
         num_characters, rest = 0, rendered
-        for mark, record in plan.marks:
+        for mark, record, in_call in plan.marks:
             index = int(mark.rpartition("n")[2][:-1])
             before, found, after = rest.partition(mark)
             text = record.prompt_end.match(head.digest(), before) if found else None
             if text is None:
                 raise _MismatchError(index)
-            if f"{mark}e" in after:
-                after = self._after_call(after.partition(f"{mark}e")[2], index)
+            if in_call:
+                after = self._after_call(after, index)
             ids += self._encode(text)
             ids += record.token_ids
             head.update((text + record.text).encode("utf-8", "surrogatepass"))

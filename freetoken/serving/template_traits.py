@@ -116,7 +116,7 @@ def probe(template: ChatTemplate) -> TemplateTraits:
     arguments: Any = f'{{"zqkey": "{_VALUE}"}}' if as_text else {"zqkey": _VALUE}
     calling = call_message("", arguments)
     results = calls and see.in_order(_USER, _VALUE, _RESULT, messages=[user, calling, _result_message()])
-    closing = see.render(user, call_message(_SAID, arguments)).rpartition(_VALUE)
+    closing = see.render(user, calling).rpartition(_VALUE)
     return TemplateTraits(
         system=takes_system,
         system_anywhere=anywhere,

@@ -127,6 +127,21 @@ def test_the_text_around_a_recognised_turn_is_the_templates(name: str, with_temp
     assert session.text(recognised).endswith(plain.partition("hello")[2])
 
 
+def test_what_a_template_says_after_a_call_does_not_hide_the_turn(with_template: WithTemplate) -> None:
+    """Some templates show a message's text behind its calls, or drop it once there is an answer."""
+    behind = CHANNELS.replace(
+        "{% if m.content %}<|im_start|>assistant<|c|>analysis<|m|>{{ m.content }}<|im_end|>{% endif %}", ""
+    )
+    behind = behind.replace("| tojson }}<|call|>", "| tojson }}<|call|>{{ m.content }}")
+    session = Session(with_template(behind))
+    first = session.renderer.render(Conversation((user("look"),), (LS,)))
+    said = session.answer(first, RAW["channels"], "so", "hm", ("call_1", "ls", '{"path": "/"}'))
+    turns = (user("look"), assistant(TextPart("so"), CALL), result("call_1", "a.txt"))
+    second = session.renderer.render(Conversation(turns, (LS,)))
+    assert second.token_ids[: len(said)] == said
+    assert session.text(second).endswith('functions.ls to=assistant<|m|>"a.txt"<|im_end|><|im_start|>assistant')
+
+
 def test_thinking_of_earlier_turns_is_kept_or_left_to_the_template(with_template: WithTemplate) -> None:
     turns = (user("hi"), assistant(TextPart("hello")), user("bye"))
     for keep in (True, False):
