@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 HISTORY = 16
 PRESSURE_PAUSE_S = 1.0
-"""Between changes for lack of blocks."""
+"""Between two looks for lack of blocks."""
 
 Metrics = Mapping[str, float]
 
@@ -63,7 +63,7 @@ class Rebalancer:
         self._looking = False
         self._answer: asyncio.Future[ArenaResized] | None = None
         self._resize_id = 0
-        self._changed_s = -1e9
+        self._changed_s = self._looked_s = -1e9
         self._short: tuple[float, BlocksShort] | None = None
         self._before: tuple[float, dict[ActorName, Metrics]] | None = None
         self._loop: asyncio.Task[None] | None = None
@@ -157,7 +157,10 @@ class Rebalancer:
 
     def _on_short(self, message: BlocksShort, fds: tuple[int, ...]) -> None:
         self._short = (time.monotonic(), message)
-        if self._loop is not None and not self._busy and time.monotonic() - self._changed_s >= PRESSURE_PAUSE_S:
+        now_s = time.monotonic()
+        pause_s = now_s - max(self._changed_s, self._looked_s)
+        if self._loop is not None and not self._busy and pause_s >= PRESSURE_PAUSE_S:
+            self._looked_s = now_s
             task: asyncio.Task[object] = asyncio.ensure_future(self._decide())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -168,7 +171,7 @@ class Rebalancer:
             return
         self._looking = True
         try:
-            metrics = self._metrics(await self._ask(1.0))
+            metrics = self._metrics(await self._ask(0.0))
             current = self._current(metrics)
             decision = plan_auto(shape, current, self._figures(metrics), self._policy)
             self._counts["decisions"] += 1
@@ -197,7 +200,7 @@ class Rebalancer:
             return max(0.0, metrics[name].get(key, 0.0) - old[name].get(key, 0.0)) / elapsed_s
 
         experts, kv = metrics[ActorName.EXPERT_CACHE], metrics[ActorName.KV_ALLOCATOR]
-        short = self._short[1] if self._short is not None and now_s - self._short[0] < 1.0 else None
+        short = self._short[1] if self._short is not None and now_s - self._short[0] < 2 * PRESSURE_PAUSE_S else None
         tokens_per_s = rate(ActorName.GPU_EXECUTOR, "tokens_total")
         busy_ms_per_s = 1e3 * rate(ActorName.GPU_EXECUTOR, "busy_seconds_total")
         return ElasticFigures(

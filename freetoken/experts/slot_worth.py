@@ -19,7 +19,8 @@ class ScoredTable(Protocol):
 
 
 class SlotWorth:
-    """Figures are kept for two seconds: the table is locked for as long as it takes to read every record's score."""
+    """Figures, once there are any, are kept for two seconds: the table is locked for as long as it takes to read every
+    record's score."""
 
     def __init__(self, spec: LaunchSpec) -> None:
         arena = plan_arena(spec)
@@ -34,11 +35,11 @@ class SlotWorth:
         if shape is None or table is None:
             return {}
         if now_s >= self._due_s:
-            self._due_s = now_s + _KEPT_S
             step = ElasticPolicy().step_granules(shape)
             granules = shape.granules_for_slots(num_slots)
             less = shape.slots_in(max(granules - step, 0))
             more = shape.slots_in(granules + step)
             curve = table.score_curve([less, num_slots, max(more, num_slots)])
+            self._due_s = now_s + _KEPT_S if any(curve) else 0.0
             self._figures = dict(zip(("hit_estimate_less", "hit_estimate", "hit_estimate_more"), curve, strict=True))
         return self._figures

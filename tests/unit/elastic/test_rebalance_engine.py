@@ -320,10 +320,12 @@ async def test_kv_grows_by_itself_when_requests_wait_for_blocks(checkpoint: Path
 
 
 async def test_idle_kv_goes_to_slots_by_itself(checkpoint: Path) -> None:
-    spec = launch(checkpoint, elastic={"interval_s": 0.05, "cooldown_s": 0.0})
+    spec = launch(
+        checkpoint, elastic={"interval_s": 0.05, "cooldown_s": 0.0}, kv={"num_tokens": 1536, "prefix_cache": False}
+    )
     async with running(spec) as engine:
-        for _ in range(100):
-            await engine.complete(PROMPTS[1], 20)
+        for _ in range(30):
+            await asyncio.gather(*(engine.complete(prompt, 20) for prompt in PROMPTS))
             decisions = engine.runtime.controller.rebalancer.view().decisions
             if any(record.trigger == "idle_kv" and record.outcome == "done" for record in decisions):
                 break
