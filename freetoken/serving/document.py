@@ -113,8 +113,7 @@ false`; an item that comes back with it needs nothing else.
 deltas, and `output_item.done`; exactly one of `response.completed`, `response.incomplete` (`max_output_tokens`) and
 `response.failed` ends the stream, whatever happens. `response.in_progress` is repeated after `server.keepalive_s` of
 silence, since some clients count events only. A call is sent when it is complete: one that `max_output_tokens` cuts
-is never seen (`server.stream_tool_arguments` sends its arguments as they come; a cut call then has the status
-`incomplete`).
+is never seen.
 
 A failed response has an `error` whose code agents act on: `server_error` (try again), `rate_limit_exceeded` (try
 again after the time in the message), `context_length_exceeded`, `invalid_prompt`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -85,6 +86,14 @@ async def test_requests_of_real_clients(checkpoint: Path, path: Path, reply: str
         status, whole = await site.post(PATH, {**body, "stream": False})
         assert status == 200 and check_response_body(whole) == []
         assert same_but_for_ids(whole) == same_but_for_ids(streamed)
+
+
+async def test_turns_of_a_real_session_extend_each_other(checkpoint: Path) -> None:
+    async with open_site(checkpoint, context_tokens=20_000) as site:
+        for name in ("codex_first_turn", "codex_tool_result", "codex_resumed"):
+            await raw_stream(site, json.loads((FIXTURES[0].parent / f"{name}.json").read_text()))
+        for earlier, later in itertools.pairwise(prompts(site)):
+            assert later[: len(earlier)] == earlier
 
 
 async def test_a_text_answer(site: Site) -> None:
