@@ -169,6 +169,8 @@ void CacheServer::serve() {
 bool CacheServer::answer(std::uint32_t seq) {
   const std::int64_t seen_ns = monotonic_ns();
   std::lock_guard lock(table_);  // taken by others only between steps and for a figure now and then
+  __builtin_prefetch(mailbox_->ids());
+  __builtin_prefetch(mailbox_->admit());
   const RequestHeader request = mailbox_->request();
   PlanHeader& header = mailbox_->plan_header();
   const PublishView publish{
@@ -203,11 +205,9 @@ bool CacheServer::answer(std::uint32_t seq) {
   // The client may publish again, and so overwrite the request, as soon as it has the plan: nothing of it is read
   // below.
   const PlanHeader plan = header;
-  count(publish.layer, plan);
-  const std::int64_t planned_ns = monotonic_ns();
-  plan_ns_.add(planned_ns - seen_ns);
   if (request.num_tokens == 1 && request.top_k < kBriefPieces) mailbox_->write_brief(seq, request.top_k);
   mailbox_->plan().publish(seq);
+  const std::int64_t planned_ns = monotonic_ns();
   CpuShare share{};
   share.step_id = request.step_id;
   share.seq = seq;
@@ -222,7 +222,9 @@ bool CacheServer::answer(std::uint32_t seq) {
     mailbox_->abort(AbortReason::kPartialLate);
     return false;
   }
-  // From here on everybody works, and the books can be kept.
+  // From here on everybody works, and the books can be kept. Who wants to read them waits for the lock.
+  count(publish.layer, plan);
+  plan_ns_.add(planned_ns - seen_ns);
   const LayerTiming timing = timing_of_previous(seen_ns);
   LayerStamps::OfCache& stamps = mailbox_->stamps(request.layer).cache;
   stamps.seen.store(seen_ns, std::memory_order_relaxed);
@@ -300,6 +302,7 @@ void CacheServer::count(int layer, const PlanHeader& plan) {
 }
 
 CacheCounters CacheServer::counters() const {
+  std::lock_guard lock(table_);  // of a publish whose plan is out, all or nothing
   return CacheCounters{hits_.get(),
                        fetches_.get(),
                        cpu_.get(),
@@ -316,6 +319,7 @@ CacheCounters CacheServer::counters() const {
 }
 
 std::vector<std::int64_t> CacheServer::layer_counters() const {
+  std::lock_guard lock(table_);
   std::vector<std::int64_t> counts(layers_.size());
   for (std::size_t i = 0; i < layers_.size(); ++i) counts[i] = layers_[i].get();
   return counts;
