@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Everything worth measuring on one GPU, unattended, most valuable first; from a checkout, needing no network.
 #
-#   OUT=results bash bench/gpu/session.sh            the whole run, about 6 minutes
+#   OUT=results bash bench/gpu/session.sh            the whole run, about 8 minutes
 #   PARTS="decode soak" OUT=results bash bench/gpu/session.sh
 #   PARTS="build model rebalance" OUT=results bash bench/gpu/session.sh    (rebalance runs only when named)
 #
 # Parts have limits of their own and share one for all (TOTAL seconds), so a part that hangs costs no other its turn.
-# Leaves in $OUT: session.log (everything printed), decode.json, prefill.json, interleave.json, http.json,
+# Leaves in $OUT: session.log (everything printed), decode.json, split.json, prefill.json, interleave.json, http.json,
 # rebalance.json, soak.json, tests.log.
 # Settings by environment: SHAPE DTYPE LAYERS DEVICE SCRATCH PYTHON WHEELS TOTAL PARTS and the sizes below.
 set -u
@@ -19,8 +19,8 @@ DEVICE=${DEVICE:-cuda}
 SCRATCH=${SCRATCH:-/dev/shm}
 PYTHON=${PYTHON:-python3}
 WHEELS=${WHEELS:-.whl}
-TOTAL=${TOTAL:-400}
-PARTS=${PARTS:-build model decode prefill interleave http tests soak}
+TOTAL=${TOTAL:-500}
+PARTS=${PARTS:-build model decode split prefill interleave http tests soak}
 SPLITS=${SPLITS:-0.25,0.4,0.5,0.6}
 HTTP_SPLIT=${HTTP_SPLIT:-}
 PREFILL_SPLITS=${PREFILL_SPLITS:-0.3,0.5}
@@ -123,6 +123,9 @@ COMMON=(--model "$MODEL" --device "$DEVICE")
 wanted decode && part decode 70 $PYTHON bench/system/decode.py "${COMMON[@]}" --in-process --residency "$RESIDENCY" \
     --split "$SPLITS" --tokens "$TOKENS" --warm-up 60 --fill-tokens "$FILL" --kv-tokens "$KV" --trace --mailbox \
     --out "$OUT/decode.json"
+
+wanted split && part split 100 $PYTHON bench/system/split.py "${COMMON[@]}" --fill-tokens "$FILL" --kv-tokens "$KV" \
+    --seconds 75 --wrong --out "$OUT/split.json"
 
 wanted prefill && part prefill 40 $PYTHON bench/system/prefill.py "${COMMON[@]}" --in-process --residency 0.25 \
     --new "$NEW" --split "$PREFILL_SPLITS" --repeats 3 --kv-tokens "$KV" --trace --out "$OUT/prefill.json"
