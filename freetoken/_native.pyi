@@ -466,17 +466,19 @@ class SplitPlanner:
     def best(self, miss_routes: Sequence[int], record_bytes: float, num_hits: int = 0) -> int:
         """What ``choose`` aims at by the applied rates; changes nothing."""
 
-    def observe(self, shares: LayerShares, device_ns: float, cpu_ns: float) -> None:
-        """What a layer took, from its plan to the end of each party's work; 0: not known."""
+    def observe(self, shares: LayerShares, device_ns: float, cpu_ns: float, handoff_ns: float = 0.0) -> None:
+        """What a layer took: the device from its plan on, the CPU's work, and what passed beside that work until the
+        device had the answer; 0: not known."""
 
     def device_ns(self, shares: LayerShares, factors: Sequence[float]) -> float:
-        """Of the costs times ``factors`` [4]: fetch, fetch_beside, cpu, cpu_beside."""
+        """Of the costs times ``factors`` [5]: fetch, fetch_beside, cpu, cpu_beside; then nanoseconds for handing over
+        to the CPU."""
 
     def cpu_ns(self, shares: LayerShares, factors: Sequence[float]) -> float: ...
     def status(self) -> dict[str, Any]:
-        """layers, changes, probes; live and applied factors and timings [4] (fetch, fetch_beside, cpu, cpu_beside);
+        """layers, changes, probes; live and applied factors [5], timings [4];
         mean_misses, mean_fetches, predicted_ns, measured_ns of recent layers; last_change: at_layer, gain, before,
-        after [4], fetched_before, fetched_after, misses."""
+        after [5], fetched_before, fetched_after, misses."""
 
 @final
 class CacheServer:

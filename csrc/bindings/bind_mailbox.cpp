@@ -466,10 +466,10 @@ void bind_split(py::module_& m) {
            py::arg("hit_extra") = 0, py::arg("num_fetchable") = -1, py::arg("num_free_slots") = 0)
       .def(
           "observe",
-          [](SplitPlanner& planner, const LayerShares& shares, double device_ns, double cpu_ns) {
-            planner.observe(SplitTiming{shares, device_ns, cpu_ns});
+          [](SplitPlanner& planner, const LayerShares& shares, double device_ns, double cpu_ns, double handoff_ns) {
+            planner.observe(SplitTiming{shares, device_ns, cpu_ns, handoff_ns});
           },
-          py::arg("shares"), py::arg("device_ns"), py::arg("cpu_ns"))
+          py::arg("shares"), py::arg("device_ns"), py::arg("cpu_ns"), py::arg("handoff_ns") = 0.0)
       .def(
           "best",
           [](SplitPlanner& planner, const std::vector<std::int32_t>& miss_routes, double record_bytes, int num_hits) {

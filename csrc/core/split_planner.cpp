@@ -27,6 +27,7 @@ constexpr int kFirstTimings = 8;  // so many are wanted of each arm before its f
 constexpr int kFirstProbes = 12;
 constexpr std::int64_t kStaleLayers = 512;
 constexpr double kFactorLimit = 4096.0;
+constexpr double kShortHandoffNs = 20e3;
 
 void check_side(const char* name, const SideCost& side) {
   const auto check = [name](const char* field, double value) {
@@ -80,8 +81,9 @@ double SplitPlanner::device_ns(const LayerShares& shares, const Factors& factors
 double SplitPlanner::cpu_ns(const LayerShares& shares, const Factors& factors) const {
   if (shares.num_cpu == 0) return 0.0;
   const bool beside = device_works(shares);
-  return factors[beside ? kCpuBeside : kCpu] *
-         cost_ns(beside ? costs_.cpu_beside : costs_.cpu, shares.num_cpu, shares.cpu_extra, shares.record_bytes);
+  const SideCost& side = beside ? costs_.cpu_beside : costs_.cpu;
+  return factors[kHandoff] +
+         factors[beside ? kCpuBeside : kCpu] * cost_ns(side, shares.num_cpu, shares.cpu_extra, shares.record_bytes);
 }
 
 double SplitPlanner::layer_ns(const LayerShares& shares, const Factors& factors) const {
@@ -223,11 +225,21 @@ void SplitPlanner::observe(const SplitTiming& timing) {
   }
   if (shares.num_cpu > 0 && timing.cpu_ns > 0.0) {
     const bool beside = device_works(shares);
-    learn(beside ? kCpuBeside : kCpu, beside ? kCpu : kCpuBeside, cpu_ns(shares, status_.live), timing.cpu_ns);
+    learn(beside ? kCpuBeside : kCpu, beside ? kCpu : kCpuBeside, cpu_ns(shares, status_.live) - status_.live[kHandoff],
+          timing.cpu_ns);
+    if (timing.handoff_ns > 0.0) learn_handoff(timing.handoff_ns);
   }
   if (shares.num_fetches + shares.num_cpu > 0) {
-    status_.measured_ns += kShown * (std::max(timing.device_ns, timing.cpu_ns) - status_.measured_ns);
+    status_.measured_ns +=
+        kShown * (std::max(timing.device_ns, timing.cpu_ns + timing.handoff_ns) - status_.measured_ns);
   }
+}
+
+// Now and then a thread is late by milliseconds, which says little of the next layer.
+void SplitPlanner::learn_handoff(double measured_ns) {
+  double& handoff_ns = status_.live[kHandoff];
+  const double gain = std::max(kGain, 1.0 / static_cast<double>(++handoffs_ + 1));
+  handoff_ns += gain * (std::min(measured_ns, 2.0 * handoff_ns + kShortHandoffNs) - handoff_ns);
 }
 
 void SplitPlanner::learn(Arm arm, Arm sibling, double predicted_ns, double measured_ns) {

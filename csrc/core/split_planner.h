@@ -43,16 +43,18 @@ struct LayerWork {
   int num_free_slots = 0;
 };
 
-// What a layer took: from the plan to the end of the device's experts, and to the arrival of the CPU's answer at the
-// device. 0: not known, or nothing to do.
+// What a layer took: the device, from the plan to the end of its experts; the CPU, its work alone; and what passed
+// beside that work between the plan and the arrival of the answer at the device. 0: nothing to do, or not known.
 struct SplitTiming {
   LayerShares shares;
   double device_ns = 0.0;
   double cpu_ns = 0.0;
+  double handoff_ns = 0.0;
 };
 
 // Decides by *applied* rates: those believed at first, or the live ones at the last change. Live rates are the believed
-// costs times a factor for each party, alone and beside the other, that follows the timings. The live rates become the
+// costs times a factor for each party, alone and beside the other, and a time for handing over to the CPU, which follow
+// the timings. The live rates become the
 // applied ones when their decisions would have saved kWorthwhile of the time of recent layers. So rates that flicker
 // around a threshold change nothing, because there both sides of it cost the same, and a party that falls far behind is
 // dropped after a few layers. A change back needs four times as much as the one before, until
@@ -66,7 +68,10 @@ struct SplitTiming {
 class SplitPlanner {
  public:
   enum Arm : int { kFetch = 0, kFetchBeside = 1, kCpu = 2, kCpuBeside = 3 };
-  using Factors = std::array<double, 4>;  // by Arm; of the believed time, so 2 is half as fast
+  static constexpr int kHandoff = 4;
+  // By Arm, of the believed time, so 2 is half as fast; then nanoseconds from the plan to the CPU's answer without its
+  // work.
+  using Factors = std::array<double, 5>;
 
   struct Change {
     std::int64_t at_layer = 0;  // count of planned layers
@@ -78,7 +83,7 @@ class SplitPlanner {
 
   struct Status {
     std::int64_t layers = 0, changes = 0, probes = 0;
-    Factors live{1, 1, 1, 1}, applied{1, 1, 1, 1};
+    Factors live{1, 1, 1, 1, 0}, applied{1, 1, 1, 1, 0};
     std::array<std::int64_t, 4> timings{};
     double mean_misses = 0.0, mean_fetches = 0.0;  // of recent layers with misses
     double predicted_ns = 0.0, measured_ns = 0.0;  // of recent layers: the later of both parties
@@ -110,6 +115,7 @@ class SplitPlanner {
   int probe(const LayerWork& work, int choice);
   bool wants(Arm arm) const;
   bool device_works(const LayerShares& shares) const;
+  void learn_handoff(double measured_ns);
   void learn(Arm arm, Arm sibling, double predicted_ns, double measured_ns);
 
   SplitCosts costs_;
@@ -119,7 +125,8 @@ class SplitPlanner {
   std::array<int, 4> first_probes_{};
   std::array<double, 4> surprises_{};      // timings in a row that deviate far to one side; negative: faster
   double lost_ns_ = 0.0, spent_ns_ = 0.0;  // means of recent layers: lost to the applied rates, and in all
-  double saved_ns_ = 0.0;                  // for probes
+  std::int64_t handoffs_ = 0;
+  double saved_ns_ = 0.0;  // for probes
   double patience_ = 1.0;
 };
 

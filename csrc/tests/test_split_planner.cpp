@@ -32,10 +32,13 @@ SplitCosts usual_costs() {
 
 struct World {
   double fetch = 1.0, cpu = 1.0;  // factors of the truth
+  double handoff_ns = 0.0;
 
-  SplitPlanner::Factors factors() const { return {fetch, fetch, cpu, cpu}; }
+  SplitPlanner::Factors factors() const { return {fetch, fetch, cpu, cpu, handoff_ns}; }
   SplitTiming time(const SplitPlanner& planner, const LayerShares& shares) const {
-    return SplitTiming{shares, planner.device_ns(shares, factors()), planner.cpu_ns(shares, factors())};
+    const double cpu_ns = planner.cpu_ns(shares, factors());
+    const double paid_ns = shares.num_cpu > 0 ? handoff_ns : 0.0;
+    return SplitTiming{shares, planner.device_ns(shares, factors()), cpu_ns - paid_ns, paid_ns};
   }
 };
 
@@ -101,7 +104,7 @@ void test_routes_count() {
   SplitCosts costs = usual_costs();
   costs.cpu_beside.route_byte_ns = costs.cpu_beside.byte_ns;
   SplitPlanner planner(costs);
-  const SplitPlanner::Factors same{1, 1, 1, 1};
+  const SplitPlanner::Factors same{1, 1, 1, 1, 0};
   const std::vector<std::int32_t> single(8, 1), many(8, 8);
   CHECK(planner.best(work_of(many), same) > planner.best(work_of(single), same));
 }
@@ -156,7 +159,7 @@ void test_hysteresis(unsigned seed, double amplitude, int period) {
   double low = 1.0, high = 64.0;
   for (int i = 0; i < 60; ++i) {
     const double middle = std::sqrt(low * high);
-    const SplitPlanner::Factors factors{1, 1, middle, middle};
+    const SplitPlanner::Factors factors{1, 1, middle, middle, 0};
     (reference.best(work_of(routes), factors) == 5 ? high : low) = middle;
   }
   SplitPlanner planner(usual_costs());
@@ -188,6 +191,21 @@ void test_wrong_beliefs() {
     const int right = planner.best(work, truth);
     CHECK(planner.layer_ns(shares_of(work, chosen), truth) <= 1.05 * planner.layer_ns(shares_of(work, right), truth));
   }
+}
+
+// A CPU whose answers come late for another reason than its speed: few records are not worth it, many are.
+void test_handoff() {
+  SplitPlanner planner(usual_costs());
+  World world;
+  world.handoff_ns = 90e3;
+  const std::vector<std::int32_t> one(1, 1), many(12, 1);
+  for (int i = 0; i < 600; ++i) layer(planner, world, i % 2 == 0 ? one : many);
+  const SplitPlanner::Factors live = planner.status().live, applied = planner.status().applied;
+  CHECK(std::abs(live[SplitPlanner::kHandoff] - 90e3) < 10e3);
+  CHECK(std::abs(live[SplitPlanner::kCpuBeside] - 1.0) < 0.1);
+  CHECK(planner.best(work_of(one), applied) == 1);
+  const int fetched = planner.best(work_of(many), applied);
+  CHECK(fetched > 4 && fetched < 12);
 }
 
 void test_free_slots_are_filled() {
@@ -228,6 +246,7 @@ int main() {
   for (unsigned seed = 0; seed < 20; ++seed) test_hysteresis(seed, 0.3, 0);
   for (const int period : {1, 2, 5, 16, 50, 200}) test_hysteresis(1, 0.3, period);
   test_wrong_beliefs();
+  test_handoff();
   test_free_slots_are_filled();
   test_refusals();
 }

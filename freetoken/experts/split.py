@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 _MOSTLY = 0.97
 ARMS = ("fetch", "fetch_beside", "cpu", "cpu_beside")
-"""Order of the planner's factors."""
+"""Order of the planner's factors; nanoseconds for handing over to the CPU follow."""
 
 
 def native_costs(model: CostModel) -> _native.SplitCosts:
@@ -42,7 +42,7 @@ def split_mode(misses: float, fetches: float) -> str:
 
 def split_metrics(model: CostModel, status: Mapping[str, Any]) -> dict[str, float]:
     """Figures of a split by live rates (``CacheServer.split_status``): rates in 10^9 bytes/s without fixed costs."""
-    live = dict(zip(ARMS, status["live"], strict=True))
+    live = dict(zip(ARMS, status["live"], strict=False))
     misses, fetches = status["mean_misses"], status["mean_fetches"]
     mode = split_mode(misses, fetches)
     change = status["last_change"]
@@ -50,6 +50,7 @@ def split_metrics(model: CostModel, status: Mapping[str, Any]) -> dict[str, floa
         **{f"split_{arm}_gbps": getattr(model, arm).gbps / live[arm] for arm in ARMS},
         **{f"split_{arm}_fixed_us": getattr(model, arm).fixed_ns * live[arm] / 1e3 for arm in ARMS},
         **{f"split_{arm}_of_profile": 1.0 / live[arm] for arm in ARMS},
+        "split_handoff_us": status["live"][len(ARMS)] / 1e3,
         "split_timings_total": float(sum(status["timings"])),
         "split_misses_per_layer": misses,
         "split_fetches_per_layer": fetches,
@@ -68,13 +69,16 @@ def split_metrics(model: CostModel, status: Mapping[str, Any]) -> dict[str, floa
 
 def describe_change(model: CostModel, change: Mapping[str, Any]) -> str:
     """The last change of a split in a sentence with its numbers."""
-    before = dict(zip(ARMS, change["before"], strict=True))
-    after = dict(zip(ARMS, change["after"], strict=True))
+    before = dict(zip(ARMS, change["before"], strict=False))
+    after = dict(zip(ARMS, change["after"], strict=False))
     rates = "; ".join(
         f"{arm} {getattr(model, arm).gbps / before[arm]:.1f} -> {getattr(model, arm).gbps / after[arm]:.1f} GB/s"
         for arm in ARMS
         if abs(after[arm] / before[arm] - 1.0) > 0.02
     )
+    handoffs = [change[when][len(ARMS)] / 1e3 for when in ("before", "after")]
+    if abs(handoffs[1] - handoffs[0]) > 2.0:
+        rates += f"{'; ' if rates else ''}hand-over {handoffs[0]:.0f} -> {handoffs[1]:.0f} us"
     misses = change["misses"]
     return (
         f"{rates or 'rates as before'}: of {misses} missing experts {round(change['fetched_after'] * misses)} are "

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from typing import Any, Generic, TypeVar
 
+from freetoken.costs import assumed_costs
 from freetoken.errors import FreeTokenError
 from freetoken.launch_spec import LaunchSpec
 from freetoken.messages import (
@@ -183,6 +184,12 @@ class EngineView:
                 **experts,
                 "hit_rate": uses["hits"] / total if total else None,
             },
+            "split": {
+                "setting": self._spec.config.experts.split,
+                "now": _detail_of(actors, ActorName.EXPERT_CACHE),
+                "costs": (plan.costs or assumed_costs(self._spec.config.device)).to_json(),
+                **{key.removeprefix("split_"): value for key, value in experts.items() if key.startswith("split_")},
+            },
             "kv": {
                 "capacity_tokens": int(blocks) * plan.kv_block_size,
                 **kv,
@@ -219,6 +226,10 @@ def _metrics_of(actors: list[ActorStatus], name: ActorName) -> dict[str, float]:
         if actor.name is name and actor.state is not ActorState.DEAD:
             return dict(actor.metrics)
     return {}
+
+
+def _detail_of(actors: list[ActorStatus], name: ActorName) -> str:
+    return next((actor.detail for actor in actors if actor.name is name), "")
 
 
 def actor_json(actor: ActorStatus) -> dict[str, Any]:
