@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -112,13 +113,13 @@ SplitPlanner* CacheServer::current_split(const PublishView& publish) {
 
 void CacheServer::observe_split(const LayerTiming& timing) {
   if (splits_ == nullptr || timing.own_ns == 0) return;
-  double cpu_ns = static_cast<double>(timing.start_ns + timing.cpu_ns);
-  // Where the device had to wait, what counts is when the share reached it.
+  SplitTiming split{.shares = previous_.shares, .device_ns = static_cast<double>(timing.own_ns)};
+  split.cpu_ns = static_cast<double>(timing.cpu_ns);
+  // Where the device had to wait, it saw how long the share took in all.
   if (timing.cpu_ns > 0 && timing.wait_ns > kNoticeableWaitNs) {
-    cpu_ns = static_cast<double>(timing.own_ns + timing.wait_ns);
+    split.handoff_ns = static_cast<double>(std::max(timing.own_ns + timing.wait_ns - timing.cpu_ns, timing.start_ns));
   }
-  splits_->of(static_cast<int>(timing.num_tokens))
-      .observe(SplitTiming{previous_.shares, static_cast<double>(timing.own_ns), timing.cpu_ns > 0 ? cpu_ns : 0.0});
+  splits_->of(static_cast<int>(timing.num_tokens)).observe(split);
 }
 
 void CacheServer::show_split() {

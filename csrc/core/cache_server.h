@@ -113,7 +113,7 @@ class CacheServer {
 
   std::shared_ptr<Mailbox> mailbox_;
   std::shared_ptr<SlotTable> slots_;
-  std::mutex table_;  // over slots_, while the thread runs
+  mutable std::mutex table_;  // over slots_, while the thread runs
   std::atomic<double> fetch_fraction_;
   const bool in_place_;
   const std::vector<std::int64_t> record_bytes_;
