@@ -153,7 +153,7 @@ class Scheduler:
             if self._phase is _Phase.RESERVED:
                 if self._more_needs:
                     return self._reservation(self._more_needs, now)
-            elif self._wanted and not self._outstanding.is_full and self._hold is None:
+            elif self._wanted and not self._outstanding.is_full and not self._is_held:
                 self._wanted = False
                 needs = self._plan_needs()
                 if needs or self.ledger.is_due:
@@ -171,10 +171,17 @@ class Scheduler:
         """Plan no further step until the arena was changed: it takes a moment in which none runs."""
         self._hold = ResizeHold(message)
 
+    @property
+    def _is_held(self) -> bool:
+        """Beside a background step decoding goes on: that may take long, and no other begins before it ends."""
+        return self._hold is not None and self._outstanding.background is None
+
     def take_vacate(self, now: float) -> dict[ActorName, VacatePool] | None:
         """What to ask the owners of tables, once, as soon as no step and no reservation is under way."""
         hold = self._hold
-        if hold is None or hold.waiting_for or self._phase is not _Phase.IDLE or len(self._outstanding):
+        if hold is None or hold.waiting_for or self._phase is not _Phase.IDLE:
+            return None
+        if len(self._outstanding) or self._ready is not None:
             return None
         return hold.ask(self.epoch, now + self.limits.step_timeout_s)
 

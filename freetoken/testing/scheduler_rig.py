@@ -137,7 +137,7 @@ class SchedulerRig:
         self.scheduler.hold(ArenaPrepared(1, self._resizes, 1, num_blocks))
         self.pump()
         while (questions := self.scheduler.take_vacate(self.now)) is None:
-            assert self.deliver_reply() or self.run_step() or self.end_background(), (
+            assert self.deliver_reply() or self.end_background() or self.run_step(), (
                 "the moment without steps never comes"
             )
         plan = self.allocator.plan_resize(questions[ActorName.KV_ALLOCATOR].capacity)
