@@ -13,7 +13,7 @@ from typing import Any
 from freetoken.serving.canonical import CanonicalPrompt, canonicalise, dump, parsed_arguments, template_variables
 from freetoken.serving.conversation import Conversation, ReasoningPart, TextPart, ToolCallPart, Turn
 from freetoken.serving.errors import ApiError, bad_value
-from freetoken.serving.output_memory import OutputMemory, OutputRecord, PromptEnd, answer_key, digest
+from freetoken.serving.output_memory import TAIL_CHARACTERS, OutputMemory, OutputRecord, PromptEnd, answer_key, digest
 from freetoken.serving.reply import ReplyMessage
 from freetoken.serving.template import TemplateRefusedError
 from freetoken.serving.template_traits import TemplateTraits, call_message, probe
@@ -225,6 +225,12 @@ class PromptRenderer:
         """Keep an answer to ``prompt``, to recognise it in the next one."""
         if prompt.end is None or not token_ids:
             return
+        text = self._text.tokenizer.decode(token_ids, skip_special_tokens=False)
+        if message.ended is not None and message.ended.reason == "length":
+            said = message.text.rstrip()
+            shown = self._text.tokenizer.decode(token_ids, skip_special_tokens=True)
+            if not said or not shown.rstrip().endswith(said[-TAIL_CHARACTERS:]):
+                return  # what was cut off is in the ids, and not in what the client has
         calls = [
             (prompt.toolset.flat_name(call.name, call.namespace), parsed_arguments(call.arguments, call.kind))
             for call in message.calls
@@ -233,7 +239,7 @@ class PromptRenderer:
             prompt.history,
             answer_key(message.text, calls),
             token_ids,
-            self._text.tokenizer.decode(token_ids, skip_special_tokens=False),
+            text,
             message.reasoning,
             prompt.end,
             [call.call_id for call in message.calls],

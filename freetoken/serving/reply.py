@@ -230,7 +230,8 @@ class _Choice:
         """The choice is over. A stop string cuts what it stands in as the length does."""
         cut = finish.reason == "length" or finish.stop_string is not None
         self._translate(self._parser.finish("length" if cut else "stop"), events)
-        self.complete = not cut and self.complete
+        called_to_end = len(self.message.calls) + sum(isinstance(event, CallEnded) for event in events)
+        self.complete = self.complete and finish.stop_string is None and called_to_end == len(self._calls)
         called = any(isinstance(event, CallEnded) for event in events) or bool(self.message.calls)
         reason: Literal["stop", "length", "tool_calls"] = "length" if finish.reason == "length" else "stop"
         events.append(ChoiceEnded(self._index, "tool_calls" if called and reason == "stop" else reason, finish))
@@ -290,8 +291,8 @@ class _Choice:
 
 
 Remember = Callable[[ReplyMessage, Sequence[int]], None]
-"""Called once for each choice that ended by itself: its message and the ids it generated (without the one that ended
-it)."""
+"""Called once for each choice that was told as it was generated (no call or stop string was cut off): its message and
+the ids it generated (without the one that ended it)."""
 
 
 class Reply:

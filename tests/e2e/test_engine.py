@@ -67,6 +67,28 @@ def test_a_cached_prefix_changes_nothing(engine: EngineProcess) -> None:
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == (length - 1) // 16 * 16
 
 
+def test_the_next_turn_goes_on_from_what_was_generated(engine: EngineProcess) -> None:
+    """A model with random weights writes tokens that no tokeniser would make of their text."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Tell me about the sea."}]
+    model, known_tokens = get(engine.url, "/v1/models")["data"][0]["id"], 0
+    for turn in range(4):
+        answer = post(
+            engine.url,
+            "/v1/chat/completions",
+            {
+                "model": model,
+                "messages": messages,
+                "max_tokens": 40,
+                "seed": turn,
+            },
+        )
+        usage = answer["usage"]
+        if turn:
+            assert usage["prompt_tokens_details"]["cached_tokens"] == known_tokens // 16 * 16, messages
+        known_tokens = usage["prompt_tokens"] + usage["completion_tokens"] - 1  # the last one has no KV yet
+        messages += [answer["choices"][0]["message"], {"role": "user", "content": "Go on."}]
+
+
 def test_the_actors_give_their_own_account(engine: EngineProcess) -> None:
     actors = get(engine.url, "/v1/actors")["actors"]
     assert {a["name"] for a in actors} == {str(name) for name in ACTOR_NAMES}

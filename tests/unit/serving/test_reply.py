@@ -158,6 +158,16 @@ async def test_a_cut_call_is_never_seen() -> None:
     assert seen == [], "what was cut is not what the model would have said"
 
 
+@pytest.mark.parametrize(("text", "told"), [("so\n", 1), ("so\n!a {}\n", 1), ("!a {}\n!b {", 0)])
+async def test_what_was_cut_between_calls_is_remembered(text: str, told: int) -> None:
+    seen: list[Any] = []
+    reply, _ = reply_of(
+        [[ChoiceDelta(0, text, finish=Finish("length"))]], remember=lambda *arguments: seen.append(arguments)
+    )
+    await events_of(reply)
+    assert len(seen) == told
+
+
 async def test_a_stop_string_inside_a_call_ends_it_without_the_call() -> None:
     finish = Finish("stop", stop_string="X")
     reply, _ = reply_of([[ChoiceDelta(0, 'so\n!write {"te', finish=finish)]])
