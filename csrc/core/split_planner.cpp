@@ -8,7 +8,7 @@
 namespace ft {
 namespace {
 
-constexpr double kWorthwhile = 0.03;
+constexpr double kWorthwhile = 0.015;
 constexpr double kProbeShare = 0.01;
 // A timing moves a factor by this share of its deviation, and counts as at most so many times faster or slower.
 constexpr double kGain = 1.0 / 12.0;
