@@ -98,7 +98,7 @@ def _fetch_probe(spec: LaunchSpec) -> Callable[[ProbeStore, int], FetchProbe]:
 
         if not torch.cuda.is_available():
             raise ConfigError("device=cuda: PyTorch finds no GPU")
-        return CudaFetchProbe(store, CudaDriver(0), torch.device("cuda", 0))
+        return CudaFetchProbe(store, CudaDriver(0), torch.device("cuda", 0), spec.model.num_experts_per_tok)
 
     return on_cpu if spec.config.device == "cpu" else on_gpu
 

@@ -28,9 +28,11 @@ class CudaFetchProbe:
     Triton's interpreter, as in tests, and the host's clock is read.
     """
 
-    def __init__(self, store: ProbeStore, driver: HostMemoryDriver, device: torch.device) -> None:
-        """Registers the store's segment; ``close`` gives it back. Raises ``FreeTokenError`` when that is refused."""
+    def __init__(self, store: ProbeStore, driver: HostMemoryDriver, device: torch.device, top_k: int) -> None:
+        """Registers the store's segment; ``close`` gives it back. ``top_k``: the model's, which is compiled into the
+        kernel, and the most records of a layer. Raises ``FreeTokenError`` when registering is refused."""
         self._store = store
+        self._top_k = top_k
         self._driver = driver
         self._device = device
         self._address = segment_address(store.segment)
@@ -50,7 +52,7 @@ class CudaFetchProbe:
         return self._time(layout, records, tokens, window_s, KIND_FETCH)
 
     def hit_byte_ns(self, layout: int) -> float:
-        count = 8
+        count = self._top_k
         times = self._time(layout, count, 1, 0.01, KIND_HIT)
         return float(np.median(times)) / (count * self._store.layouts[layout].stride_bytes)
 
@@ -82,31 +84,31 @@ class CudaFetchProbe:
             for i in range(records):
                 record = (self._next + i) % store.num_records
                 slot = self._slots.data_ptr() + (number * records + i) % _SLOTS * self._slot_stride
-                routes = [token * records + i for token in range(tokens)]
+                routes = [token * self._top_k + i for token in range(tokens)]
                 if kind == KIND_FETCH:
                     source = self._base + int(store.offsets[layout, record])
                     entries.append(PlanEntry(kind, i, source, routes, destination=slot))
                 else:
                     entries.append(PlanEntry(kind, i, slot, routes))
             self._next += records
-            plan = DevicePlan.empty(records, tokens * records, self._device)
+            plan = DevicePlan.empty(records, tokens * self._top_k, self._device)
             plan.fill(entries)
             plans.append(plan)
-        return _Launch(record_layout, plans, records, tokens, self._device)
+        return _Launch(record_layout, plans, self._top_k, tokens, self._device)
 
 
 class _Launch:
     """The kernel over some plans of one size, in turn."""
 
     def __init__(
-        self, layout: RecordLayout, plans: list[DevicePlan], records: int, tokens: int, device: torch.device
+        self, layout: RecordLayout, plans: list[DevicePlan], top_k: int, tokens: int, device: torch.device
     ) -> None:
         self._layout, self._plans = layout, plans
         self._single = tokens == 1
-        routes = tokens * records
+        routes = tokens * top_k
         self._shape = GemvShape.of(layout, single_route=self._single)
         self._hidden = torch.full((tokens, layout.hidden), 0.01, device=device)
-        self._weights = torch.ones(tokens, records, device=device)
+        self._weights = torch.ones(tokens, top_k, device=device)
         self._out = torch.zeros(partials_shape(layout, routes, self._shape), device=device)
         self._scratch: Tensor | None = None
         if not self._single:

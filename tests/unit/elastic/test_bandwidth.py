@@ -72,7 +72,7 @@ def test_timed_experts_check_their_arguments():
 def test_a_gpu_fetch_reads_the_records_into_slots():
     store = ProbeStore(LAYOUTS[:1], 1 << 16)
     driver = HostDriver()
-    probe = CudaFetchProbe(store, driver, torch.device("cpu"))
+    probe = CudaFetchProbe(store, driver, torch.device("cpu"), 2)
     assert (probe.time(0, 2, 1, 0.0) > 0).all() and (probe.time(0, 2, 2, 0.0) > 0).all()
     stride, payload = LAYOUTS[0].stride_bytes, LAYOUTS[0].payload_bytes
     expected = np.frombuffer(memoryview(store.segment), np.uint8)[:payload]
