@@ -23,7 +23,7 @@ def open_vmm(device: torch.device) -> CudaGranules | None:
         return None
     try:
         return CudaGranules(driver, device.index or 0)
-    except FreeTokenError as error:
+    except (FreeTokenError, RuntimeError) as error:  # RuntimeError: the bindings do not find the driver's library
         logger.warning("event=vmm_missing detail='%s: pools cannot trade memory'", error)
         return None
 
