@@ -323,6 +323,7 @@ py::array_t<std::int64_t> replay_publishes(SlotTable& owned_table, int top_k, do
     }
     row += count;
   }
+  planner.settle(table);
   return result;
 }
 

@@ -224,6 +224,7 @@ bool CacheServer::answer(std::uint32_t seq) {
     return false;
   }
   // From here on everybody works, and the books can be kept. Who wants to read them waits for the lock.
+  planner_.settle(*slots_);
   count(publish.layer, plan);
   plan_ns_.add(planned_ns - seen_ns);
   const LayerTiming timing = timing_of_previous(seen_ns);

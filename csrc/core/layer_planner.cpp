@@ -132,6 +132,7 @@ int LayerPlanner::choose_fetches(const PublishView& p, const SlotTable& slots, i
 
 AbortReason LayerPlanner::plan(const PublishView& p, SlotTable& slots, double fetch_fraction, bool in_place,
                                PlanHeader& header, PlanEntry* entries, std::int32_t* routes, SplitPlanner* split) {
+  settle(slots);
   const auto limit = static_cast<int>(p.device_only ? geometry_.max_tokens : geometry_.max_shared_tokens);
   if (p.layer < 0 || p.layer >= static_cast<int>(geometry_.num_layers) || p.num_tokens < 0 || p.num_tokens > limit ||
       p.top_k < 1 || p.top_k > static_cast<int>(geometry_.top_k) || !collect(p, routes)) {
@@ -139,7 +140,7 @@ AbortReason LayerPlanner::plan(const PublishView& p, SlotTable& slots, double fe
   }
   const std::int64_t evicted_before = slots.evicted_total();
   shares_ = LayerShares{};
-  if (!in_place) slots.begin_publish(p.layer, uses_, num_admitting_tokens_, num_run_tokens_);
+  if (!in_place) slots.find_publish(p.layer, uses_);
   misses_.clear();
   int num_fetchable = 0;
   for (std::size_t i = 0; i < uses_.size(); ++i) {
@@ -152,7 +153,11 @@ AbortReason LayerPlanner::plan(const PublishView& p, SlotTable& slots, double fe
   const bool refused = p.device_only && num_fetchable < num_misses;
   int num_fetches = 0;
   header.num_admitted = 0;
-  if (!in_place) {
+  unsettled_layer_ = -1;
+  if (!in_place && num_misses == 0) {
+    unsettled_layer_ = p.layer;
+  } else if (!in_place) {
+    slots.score_publish(p.layer, uses_, num_admitting_tokens_, num_run_tokens_);
     if (!refused) {
       order_misses(p, slots);
       num_fetches = choose_fetches(p, slots, num_fetchable, fetch_fraction, split);
@@ -175,6 +180,13 @@ AbortReason LayerPlanner::plan(const PublishView& p, SlotTable& slots, double fe
   }
   forget_counts();
   return refused ? AbortReason::kNotFetchable : AbortReason::kNone;
+}
+
+void LayerPlanner::settle(SlotTable& slots) {
+  if (unsettled_layer_ < 0) return;
+  slots.score_publish(unsettled_layer_, uses_, num_admitting_tokens_, num_run_tokens_);
+  slots.end_publish(unsettled_layer_, uses_);
+  unsettled_layer_ = -1;
 }
 
 void LayerPlanner::write_entries(const PublishView& p, bool in_place, int num_fetches, PlanEntry* entries,

@@ -41,6 +41,10 @@ class LayerPlanner {
   AbortReason plan(const PublishView& publish, SlotTable& slots, double fetch_fraction, bool in_place,
                    PlanHeader& header, PlanEntry* entries, std::int32_t* routes, SplitPlanner* split = nullptr);
 
+  // A publish of nothing but hits needs no scores, so `plan` leaves it unscored and this is done when the plan is out.
+  // To be called before the table is used for anything else; `plan` does so itself.
+  void settle(SlotTable& slots);
+
   // Of the last plan; empty when it was refused or in place.
   const LayerShares& shares() const { return shares_; }
 
@@ -73,6 +77,7 @@ class LayerPlanner {
   std::int32_t num_admitting_tokens_ = 0;
   std::int32_t num_run_tokens_ = 0;
   std::int32_t total_routes_ = 0;
+  int unsettled_layer_ = -1;
 };
 
 }  // namespace ft

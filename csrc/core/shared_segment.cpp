@@ -82,8 +82,7 @@ std::shared_ptr<SharedSegment> SharedSegment::attach(int fd, std::size_t size_by
 
 std::shared_ptr<SharedSegment> SharedSegment::reserve(const std::string& name, std::size_t size_bytes) {
   if (size_bytes == 0) throw std::invalid_argument("size_bytes must be at least 1, got 0");
-  void* address =
-      mmap(nullptr, size_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* address = mmap(nullptr, size_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (address == MAP_FAILED) {
     throw_errno(errno, "address range " + name + " of " + std::to_string(size_bytes) + " bytes");
   }
@@ -121,8 +120,8 @@ void SharedSegment::map(std::size_t offset, std::size_t size_bytes, const Shared
 void SharedSegment::unmap(std::size_t offset, std::size_t size_bytes) {
   if (fd_ >= 0) throw std::invalid_argument("segment " + name_ + " has memory of its own");
   check_range("unmap", offset, size_bytes);
-  void* address = mmap(data_ + offset, size_bytes, PROT_NONE,
-                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  void* address =
+      mmap(data_ + offset, size_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   if (address == MAP_FAILED) throw_errno(errno, "unmapping " + std::to_string(size_bytes) + " bytes of " + name_);
 }
 

@@ -1,4 +1,5 @@
-// A memfd mapped read-write and shared between processes; or a range of addresses into which parts of others are mapped.
+// A memfd mapped read-write and shared between processes; or a range of addresses into which parts of others are
+// mapped.
 #pragma once
 
 #include <cstddef>

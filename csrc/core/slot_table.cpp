@@ -137,6 +137,11 @@ void SlotTable::age(int layer, int tokens) {
 }
 
 void SlotTable::begin_publish(int layer, std::span<ExpertUse> uses, int num_tokens, int num_run_tokens) {
+  find_publish(layer, uses);
+  score_publish(layer, uses, num_tokens, num_run_tokens);
+}
+
+void SlotTable::find_publish(int layer, std::span<ExpertUse> uses) {
   ++num_publishes_;
   for (const std::int32_t slot : in_flight_) {
     const std::int32_t k = key_of_slot_[slot];
@@ -146,7 +151,13 @@ void SlotTable::begin_publish(int layer, std::span<ExpertUse> uses, int num_toke
     offer(k);
   }
   in_flight_.clear();
+  for (ExpertUse& use : uses) {
+    use.slot = slot_of_key_[key(layer, use.expert)];
+    use.destination = -1;
+  }
+}
 
+void SlotTable::score_publish(int layer, std::span<const ExpertUse> uses, int num_tokens, int num_run_tokens) {
   const bool is_crf = options_.policy == SlotPolicy::kCrf;
   float run_recent = 1.0f;
   float run_lasting = 1.0f;
@@ -157,10 +168,8 @@ void SlotTable::begin_publish(int layer, std::span<ExpertUse> uses, int num_toke
     run_recent = mean_decay(num_run_tokens, options_.half_life_tokens);
     run_lasting = mean_decay(num_run_tokens, options_.long_half_life_tokens);
   }
-  for (ExpertUse& use : uses) {
+  for (const ExpertUse& use : uses) {
     const std::int32_t k = key(layer, use.expert);
-    use.slot = slot_of_key_[k];
-    use.destination = -1;
     if (use.slot >= 0) barrier_[k] = kInfinityF;  // no victim until end_publish
     if (use.tokens <= 0 && use.run_tokens <= 0) continue;
     if (is_crf) {

@@ -87,6 +87,9 @@ class SlotTable {
   // begin: earlier fills are complete and become resident; `uses` (distinct experts of one layer) are looked up, scored
   // and protected from eviction until end_publish. num_tokens, num_run_tokens: admitting tokens of the publish.
   void begin_publish(int layer, std::span<ExpertUse> uses, int num_tokens, int num_run_tokens);
+  // begin_publish in two parts: looking up, and all of the rest, which nothing but `admit` needs.
+  void find_publish(int layer, std::span<ExpertUse> uses);
+  void score_publish(int layer, std::span<const ExpertUse> uses, int num_tokens, int num_run_tokens);
   // Score of a record at its layer's clock, comparable across layers; 0 when it was never used.
   double score(int layer, int expert) const { return score_of(key(layer, expert)); }
   // Gives the fetched record a slot if one is free, or if it deserves that of the worst resident. Sets use.destination.

@@ -32,6 +32,7 @@ Planned make_plan(ft::LayerPlanner& planner, ft::SlotTable& slots, int layer, co
   const ft::PublishView publish{layer, static_cast<int>(admit.size()), 3, ids.data(), admit.data(), device_only};
   planned.refusal =
       planner.plan(publish, slots, fraction, in_place, planned.header, planned.entries.data(), planned.routes.data());
+  planner.settle(slots);
   return planned;
 }
 
