@@ -89,8 +89,8 @@ def is_elastic(config: EngineConfig, plan: ResolvedPlan) -> bool:
 def plan_arena(spec: LaunchSpec) -> tuple[ArenaShape, ArenaSplit] | None:
     """The arena of a launch and how it begins; None where it is not elastic.
 
-    The budget is what the boot plan gave to slots and KV, rounded down to whole granules; KV gets what was planned for
-    it, slots the rest. None too when so few granules remain that nothing could be traded.
+    The budget is what the boot plan gave to slots and KV, in whole granules that fit ``vram``; KV gets what was planned
+    for it, slots the rest. None too when so few granules remain that nothing could be traded.
     """
     config, plan, model = spec.config, spec.plan, spec.model
     if not is_elastic(config, plan):
@@ -99,9 +99,12 @@ def plan_arena(spec: LaunchSpec) -> tuple[ArenaShape, ArenaSplit] | None:
     total = plan.num_slots * plan.slot_stride_bytes + plan.num_kv_blocks * block_bytes
     alignment = CUDA_ALIGNMENT_BYTES if config.device == "cuda" else HOST_ALIGNMENT_BYTES
     granule = choose_granule(total, alignment, config.elastic.granule_bytes)
+    # What the boot plan left over may complete the last granules, so that experts which all fit still do.
+    left = config.vram - plan.dense_bytes - plan.workspace_bytes - plan.staging_bytes if config.vram is not None else 0
+    needed = -(-plan.num_slots * plan.slot_stride_bytes // granule) - (-plan.num_kv_blocks * block_bytes // granule)
     shape = ArenaShape(
         granule_bytes=granule,
-        num_granules=total // granule,
+        num_granules=min(max(left, total) // granule, needed),
         slot_stride_bytes=plan.slot_stride_bytes,
         block_bytes=block_bytes,
         block_size=plan.kv_block_size,

@@ -16,6 +16,7 @@ import torch
 
 from freetoken.checkpoint.convert import ConvertOptions, convert
 from freetoken.cli.main import main
+from freetoken.elastic.arena_shape import plan_arena
 from freetoken.engine.local import LocalRuntime
 from freetoken.engine.phases import Phase
 from freetoken.engine.prepare import prepare_launch
@@ -359,3 +360,20 @@ async def test_without_a_budget_there_is_nothing_to_move(checkpoint: Path) -> No
         code, answer = await engine.post({"auto": True})
         assert code == 400 and "--vram" in answer["error"]["message"]
         assert not (await engine.get("/v1/cache/status"))["elastic"]["elastic"]
+
+
+@pytest.mark.parametrize("vram", ["4.6MiB", "5MiB", "5.2MiB", "64MiB"])
+@pytest.mark.parametrize("granule", [None, 8192, 65536])
+def test_the_arena_stays_within_the_budget_and_all_experts_fit_where_they_did(
+    checkpoint: Path, vram: str, granule: int | None
+) -> None:
+    spec = launch(checkpoint, vram=vram, elastic={"granule_bytes": granule})
+    planned = plan_arena(spec)
+    assert planned is not None and spec.config.vram is not None
+    (shape, split), plan = planned, spec.plan
+    assert shape.budget_bytes <= spec.config.vram - plan.dense_bytes - plan.workspace_bytes
+    assert split.total <= shape.num_granules and shape.blocks_in(split.kv_granules) >= plan.num_kv_blocks
+    lost = plan.num_slots - shape.slots_in(split.slot_granules)
+    assert lost * shape.slot_stride_bytes < 2 * shape.granule_bytes + shape.slot_stride_bytes
+    if vram == "64MiB":
+        assert plan.num_slots == 48 and lost == 0
