@@ -62,13 +62,13 @@ class RayRuntime:
         self._client: ControllerClient | None = None
 
     @classmethod
-    def connect(cls, spec: LaunchSpec, detach: bool = False) -> RayRuntime:
+    def connect(cls, spec: LaunchSpec, detach: bool = False, services: ServiceTable = SERVICES) -> RayRuntime:
         """Attach to a cluster or start one; blocks for some seconds. Raises ``FreeTokenError``."""
         if detach and not cluster.find_address(spec.config.ray):
             raise ClusterError(
                 "--detach needs a Ray cluster that outlives this command; start one first: ray start --head"
             )
-        return cls(spec, cluster.connect(spec.config.ray), None if detach else identify(os.getpid()))
+        return cls(spec, cluster.connect(spec.config.ray), None if detach else identify(os.getpid()), services)
 
     @property
     def _namespace(self) -> str:

@@ -20,6 +20,7 @@ from freetoken.cli.messages import report
 from freetoken.cli.tables import print_plan
 from freetoken.config.loader import merge, settings_from_flags
 from freetoken.engine.bandwidth import with_profile
+from freetoken.engine.build import SERVICES, ServiceTable
 from freetoken.engine.phases import Phase
 from freetoken.engine.plan_model import report_launch
 from freetoken.engine.prepare import prepare_launch
@@ -63,12 +64,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Returns the exit status: 0 after an orderly stop."""
+def run(args: argparse.Namespace, services: ServiceTable = SERVICES) -> int:
+    """Returns the exit status: 0 after an orderly stop. ``services``: what the actors are made of."""
     console = Console()
     try:
         spec = _prepare(args, console)
-        runtime = _make_runtime(spec, args.detach, console)
+        runtime = _make_runtime(spec, args.detach, console, services)
     except FreeTokenError as error:
         return report(error)
     except KeyboardInterrupt:
@@ -119,15 +120,15 @@ def _prepare(args: argparse.Namespace, console: Console) -> LaunchSpec:
     return spec
 
 
-def _make_runtime(spec: LaunchSpec, detach: bool, console: Console) -> Runtime:
+def _make_runtime(spec: LaunchSpec, detach: bool, console: Console, services: ServiceTable) -> Runtime:
     module = importlib.import_module(_RUNTIMES[spec.config.runtime])
     if spec.config.runtime == "local":
         if detach:
             raise ConfigError("--detach needs runtime=ray: a local engine lives in this process")
-        runtime: Runtime = module.LocalRuntime(spec)
+        runtime: Runtime = module.LocalRuntime(spec, services)
     else:
         with console.status("connecting to Ray, or starting it"):
-            runtime = module.RayRuntime.connect(spec, detach)
+            runtime = module.RayRuntime.connect(spec, detach, services)
     return runtime
 
 

@@ -14,6 +14,7 @@ COMMANDS = {
     "launch": "load a model and serve it",
     "status": "show the running engine",
     "stop": "stop the running engine",
+    "agent": "start a coding agent on the running server",
     "plan": "show how a model would be laid out in memory, and what speed to expect",
     "bench": "measure what this machine delivers for a model",
     "cache": "show or change how memory is divided between experts and KV",
@@ -24,6 +25,8 @@ COMMANDS = {
     "demo": "launch a small real model and ask it a question",
 }
 """Command -> help; the module is ``freetoken.cli.<command>``."""
+PASSING_ON = frozenset({"agent"})
+"""Commands that are given what follows ``--`` as ``arguments``, unread."""
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
@@ -45,8 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 failed, 2 wrong settings or arguments, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((argument for argument in arguments if not argument.startswith("-")), "")
+    passed: list[str] = []
+    if command in PASSING_ON and "--" in arguments:
+        end = arguments.index("--")
+        arguments, passed = arguments[:end], arguments[end + 1 :]
     try:
-        args = build_parser(only=command).parse_args(arguments)
+        args = build_parser(only=command).parse_args(arguments, argparse.Namespace(arguments=passed))
         status: int = importlib.import_module(f"freetoken.cli.{args.command}").run(args)
     except KeyboardInterrupt:  # while modules are imported, or in a command that has nothing to clean up
         return INTERRUPTED

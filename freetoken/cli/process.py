@@ -33,12 +33,15 @@ class EngineProcess:
         environment: Mapping[str, str] | None = None,
         ready_timeout_s: float = 600.0,
         stop_timeout_s: float = 60.0,
+        module: str = "freetoken.cli.main",
     ) -> None:
+        """``module`` is the program: it takes the arguments of ``freetoken``."""
         self.model = model
         self.arguments: Sequence[str] = arguments
         self.environment = dict(os.environ, **(environment or {}))
         self.ready_timeout_s = ready_timeout_s
         self.stop_timeout_s = stop_timeout_s
+        self.module = module
         self.url = ""
         self.stopped_cleanly: bool | None = None
         self._directory: tempfile.TemporaryDirectory[str] | None = None
@@ -60,7 +63,7 @@ class EngineProcess:
         self._directory = tempfile.TemporaryDirectory(prefix="freetoken-")
         directory = Path(self._directory.name)
         ready = directory / "ready.json"
-        command = [sys.executable, "-m", "freetoken.cli.main", "launch", self.model, *self.arguments]
+        command = [sys.executable, "-m", self.module, "launch", self.model, *self.arguments]
         with (directory / "launch.log").open("wb") as output:
             self._process = subprocess.Popen(
                 [*command, "--ready-file", str(ready)],

@@ -20,7 +20,15 @@ from freetoken.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "FREETOKEN_"
 # Read elsewhere, not settings of the engine.
-_FOREIGN_VARIABLES = frozenset({"FREETOKEN_LOG", "FREETOKEN_DEMO_QUESTION"})
+_FOREIGN_VARIABLES = frozenset(
+    {
+        "FREETOKEN_LOG",
+        "FREETOKEN_DEMO_QUESTION",
+        "FREETOKEN_API_KEY",
+        "FREETOKEN_CLIENTS_DIR",
+        "FREETOKEN_INSTALL_CLIENTS",
+    }
+)
 
 
 def profile_directories() -> list[Path]:

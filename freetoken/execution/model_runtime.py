@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import ClassVar
 
 import numpy as np
 
@@ -24,6 +25,8 @@ _WARM_UP_TOKENS = (1, 64)
 
 class ModelRuntime:
     """Lives as long as the store and the arena it was built on; executors are made anew for each epoch."""
+
+    executor_class: ClassVar[type[StepExecutor]] = StepExecutor
 
     def __init__(
         self, launch: LaunchSpec, index: FtwIndex, store: HeldStore, arena: Arena, pool: _native.WorkerPool
@@ -87,7 +90,7 @@ class ModelRuntime:
             seed_tail_tokens=launch.config.experts.seed_tail_tokens,
         )
         abort = threading.Event()
-        return StepExecutor(self._decoder, self._ops(experts, abort), experts, limits, abort, self._grammars)
+        return self.executor_class(self._decoder, self._ops(experts, abort), experts, limits, abort, self._grammars)
 
     def warm_up(self) -> None:
         """Run a few shapes without experts and without writing KV, so that the first request does not pay for it."""
