@@ -48,9 +48,6 @@ class ServerConfig(_Section):
     canonical_tools: bool = Field(
         False, description="Sort tools and the keys of their schemas, for clients that shuffle them."
     )
-    stream_tool_arguments: bool = Field(
-        False, description="Send a tool call's arguments as they are generated instead of when they are complete."
-    )
     output_memory_tokens: int = Field(
         2_000_000, ge=0, description="Generated tokens remembered, to recognise them when clients send them back."
     )

@@ -130,11 +130,7 @@ async def start_reply(context: FrontContext, plan: ReplyPlan, arrived_s: float) 
         generation,
         [dialogue.output.open(tools, prompt.tail) for _ in sequences],
         prompt.toolset,
-        ReplyOptions(
-            plan.call_id_prefix,
-            conversation.parallel_tool_calls,
-            context.spec.config.server.stream_tool_arguments,
-        ),
+        ReplyOptions(plan.call_id_prefix, conversation.parallel_tool_calls),
         functools.partial(_remember, context, dialogue.renderer, prompt),
     )
     return reply, sequences[0].sampling

@@ -18,7 +18,6 @@ from freetoken.serving.parsers.events import (
     OutputEvent,
     ReasoningDelta,
     TextDelta,
-    ToolCallDelta,
     ToolCallEnded,
     ToolCallStarted,
 )
@@ -185,13 +184,12 @@ class ReplyMessage:
 class ReplyOptions:
     """How a reply is told.
 
-    ``parallel_calls`` False ends a choice after its first call. ``stream_arguments`` passes fragments of calls on as
-    they come; otherwise a call is told as soon as it is complete, and one that ``max_tokens`` cut is never seen.
+    ``parallel_calls`` False ends a choice after its first call. A call is told as soon as it is complete, and one that
+    ``max_tokens`` cut is never seen.
     """
 
     call_id_prefix: str = "call_"
     parallel_calls: bool = True
-    stream_arguments: bool = False
 
 
 class _Choice:
@@ -237,7 +235,6 @@ class _Choice:
         events.append(ChoiceEnded(self._index, "tool_calls" if called and reason == "stop" else reason, finish))
 
     def _translate(self, output: Sequence[OutputEvent], events: list[ReplyEvent]) -> None:
-        held = not self._options.stream_arguments
         for item in output:
             if not self._options.parallel_calls and any(isinstance(event, CallEnded) for event in events):
                 self.complete = False
@@ -255,14 +252,9 @@ class _Choice:
                 else:
                     events.append(ReasoningPiece(self._index, item.text))
             elif isinstance(item, ToolCallStarted):
-                call = self._calls[item.index] = self._name(len(self._calls), item.name)
-                if not held:
-                    events.append(CallStarted(self._index, call))
-            elif isinstance(item, ToolCallDelta):
-                if not held:
-                    events.append(CallPiece(self._index, self._calls[item.index].index, item.arguments))
-            else:
-                self._end_call(item, held, events)
+                self._calls[item.index] = self._name(len(self._calls), item.name)
+            elif isinstance(item, ToolCallEnded):
+                self._end_call(item, events)
 
     def _name(self, index: int, written: str) -> ReplyCall:
         call_id = f"{self._options.call_id_prefix}{secrets.token_hex(12)}"
@@ -271,12 +263,11 @@ class _Choice:
             return ReplyCall(index, call_id, written)
         return ReplyCall(index, call_id, tool.name, tool.namespace, tool.kind)
 
-    def _end_call(self, item: ToolCallEnded, held: bool, events: list[ReplyEvent]) -> None:
+    def _end_call(self, item: ToolCallEnded, events: list[ReplyEvent]) -> None:
         begun = self._calls[item.index]
-        if held:
-            events.append(CallStarted(self._index, begun))
-            if item.arguments:
-                events.append(CallPiece(self._index, begun.index, item.arguments))
+        events.append(CallStarted(self._index, begun))
+        if item.arguments:
+            events.append(CallPiece(self._index, begun.index, item.arguments))
         call = ReplyCall(begun.index, begun.call_id, begun.name, begun.namespace, begun.kind, item.arguments)
         events.append(CallEnded(self._index, call))
 

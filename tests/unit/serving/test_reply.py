@@ -119,11 +119,10 @@ SAID = '?hm\nI look.\n!ls {"path": "/"}\n!cat {}\nbye\n'
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 100])
-@pytest.mark.parametrize("stream_arguments", [False, True])
-async def test_pieces_do_not_matter(size: int, stream_arguments: bool) -> None:
+async def test_pieces_do_not_matter(size: int) -> None:
     deltas = [[ChoiceDelta(0, SAID[i : i + size])] for i in range(0, len(SAID), size)]
     deltas.append([ChoiceDelta(0, finish=STOP)])
-    reply, _ = reply_of(deltas, stream_arguments=stream_arguments)
+    reply, _ = reply_of(deltas)
     events = await events_of(reply)
     message = ReplyMessage(0)
     for event in events:
