@@ -17,7 +17,16 @@ from freetoken.engine.build import create_service
 from freetoken.engine.controller import ControllerService
 from freetoken.engine.runtime import Overview
 from freetoken.launch_spec import LaunchSpec
-from freetoken.messages import ActorName, ActorStatus, ElasticView, HealthView, RebalanceRecord, RebalanceWish
+from freetoken.messages import (
+    ActorName,
+    ActorStatus,
+    ElasticView,
+    HealthView,
+    RebalanceRecord,
+    RebalanceWish,
+    TraceRecording,
+    TraceWish,
+)
 from freetoken.service import Service
 
 log = logging.getLogger(__name__)
@@ -67,6 +76,9 @@ class Controller(ActorShell):
 
     async def elastic(self) -> ElasticView:
         return await self.service.elastic()
+
+    async def trace(self, wish: TraceWish) -> TraceRecording | None:
+        return await self.service.trace(wish)
 
     async def overview(self, max_age_s: float = 0.0) -> Overview:
         return await self.service.overview(max_age_s)

@@ -20,6 +20,8 @@ from freetoken.messages import (
     HealthView,
     RebalanceRecord,
     RebalanceWish,
+    TraceRecording,
+    TraceWish,
     Wiring,
 )
 
@@ -88,6 +90,10 @@ class RayActorHandle:
     async def share_store(self, to: ActorName, epoch: int) -> None:
         await answer(self.name, self.actor.share_store.remote(to, epoch))
 
+    async def trace(self, wish: TraceWish) -> TraceRecording | None:
+        result: TraceRecording | None = await answer(self.name, self.actor.trace.remote(wish))
+        return result
+
     async def status(self) -> ActorStatus:
         result: ActorStatus = await answer(self.name, self.actor.status.remote())
         return result
@@ -125,6 +131,11 @@ class ControllerClient:
     async def elastic(self) -> ElasticView:
         """How memory moves between slots and KV."""
         result: ElasticView = await answer(ActorName.CONTROLLER, self.actor.elastic.remote())
+        return result
+
+    async def trace(self, wish: TraceWish) -> TraceRecording | None:
+        """Begin or end the recording of a route trace, or tell of it."""
+        result: TraceRecording | None = await answer(ActorName.CONTROLLER, self.actor.trace.remote(wish))
         return result
 
     async def overview(self, max_age_s: float = 0.0) -> Overview:

@@ -14,7 +14,7 @@ from actors.transport import RayCaller, call_address
 from freetoken.engine.build import create_service
 from freetoken.engine.lifecycle import Progress, Restarts, ServiceRunner
 from freetoken.launch_spec import LaunchSpec
-from freetoken.messages import ActorName, ActorStatus, Wiring
+from freetoken.messages import ActorName, ActorStatus, TraceRecording, TraceWish, Wiring
 from freetoken.service import Service
 from freetoken.telemetry import setup_logging
 from freetoken.telemetry.logs import ENVIRONMENT_VARIABLE as LOG_LEVEL
@@ -96,6 +96,9 @@ class ActorShell:
 
     async def share_store(self, to: ActorName, epoch: int) -> None:
         await self._runner.share_store(to, epoch)
+
+    async def trace(self, wish: TraceWish) -> TraceRecording | None:
+        return await self._runner.trace(wish)
 
     async def status(self) -> ActorStatus:
         return await self._runner.status()

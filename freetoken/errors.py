@@ -42,5 +42,9 @@ class StepAbortedError(FreeTokenError):
     """The running step was abandoned (a data-plane word was late or the epoch changed)."""
 
 
+class TraceBusyError(FreeTokenError):
+    """Routes cannot be recorded now: a recording is under way, or there is no space for one."""
+
+
 class RebalanceBusyError(FreeTokenError):
     """Memory cannot be moved now: a change is under way, or the engine does not serve. Try again."""

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import importlib
 import json
-import os
-import urllib.error
-import urllib.request
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from freetoken.cli.messages import report
-from freetoken.cli.status import add_engine_arguments, ray_config
+from freetoken.cli.server import add_server_arguments, find_server
 from freetoken.errors import ConfigError, FreeTokenError
 from freetoken.units import format_bytes, parse_bytes
 
 _PLAIN_WIDTH = 160
-_TIMEOUT_S = 300.0
 
 
 def add_parser(subparsers: Any) -> None:
     """Register the sub-command."""
     parser = subparsers.add_parser("cache", help="show or change how memory is divided between experts and KV")
-    add_engine_arguments(parser)
-    parser.add_argument("--url", help="the engine's HTTP address; unset: asked of its actors on Ray")
-    parser.add_argument("--api-key", help="unset: the environment variable FREETOKEN_API_KEY")
+    add_server_arguments(parser)
     parser.add_argument("--json", action="store_true", help="the answer as JSON")
     parser.add_argument("action", nargs="?", choices=("show", "rebalance"), default="show", help="default: show")
     wish = parser.add_mutually_exclusive_group()
@@ -41,12 +33,11 @@ def run(args: argparse.Namespace) -> int:
     """Returns the exit status: 0 when the engine did as it was told."""
     try:
         body = _wish(args)
-        url = (args.url or _find_url(args)).rstrip("/")
-        key = args.api_key or os.environ.get("FREETOKEN_API_KEY", "")
+        server = find_server(args)
         if body is not None:
-            answer = _ask(url + "/v1/cache/rebalance", key, body)
+            answer = server.ask("POST", "/v1/cache/rebalance", body)
         else:
-            answer = _ask(url + "/v1/cache/status", key, None)
+            answer = server.ask("GET", "/v1/cache/status")
     except FreeTokenError as error:
         return report(error)
     if args.json:
@@ -83,37 +74,6 @@ def _bytes(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise ConfigError(f"--expert-bytes: {error}") from error
-
-
-def _find_url(args: argparse.Namespace) -> str:
-    engine = importlib.import_module("actors.runtime").AttachedEngine(ray_config(args))
-    try:
-        overview = asyncio.run(engine.overview())
-    finally:
-        engine.close()
-    if not overview.url:
-        raise FreeTokenError("the engine does not listen yet")
-    url: str = overview.url
-    return url
-
-
-def _ask(url: str, key: str, body: dict[str, Any] | None) -> dict[str, Any]:
-    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, headers, method="GET" if body is None else "POST")
-    try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-            answer: dict[str, Any] = json.loads(response.read())
-            return answer
-    except urllib.error.HTTPError as error:
-        with error:
-            try:
-                message = json.loads(error.read())["error"]["message"]
-            except (ValueError, KeyError, TypeError):
-                message = error.reason
-        raise FreeTokenError(f"{message} (HTTP status {error.code})") from error
-    except (OSError, ValueError) as error:
-        raise FreeTokenError(f"no engine answers at {url}: {getattr(error, 'reason', error)}") from error
 
 
 def _sentence(decision: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ COMMANDS = {
     "convert": "convert a checkpoint into the FTW format",
     "verify": "check every checksum of an FTW checkpoint",
     "synth": "make a checkpoint of random weights with the dimensions of a real model",
-    "trace": "replay expert routing through the slot policy",
+    "trace": "record expert routing, and replay it through the slot policy",
     "demo": "launch a small real model and ask it a question",
 }
 """Command -> help; the module is ``freetoken.cli.<command>``."""

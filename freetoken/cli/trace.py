@@ -1,4 +1,4 @@
-"""``freetoken trace``: replay which experts a model routed to through the slot policy, at any capacity."""
+"""``freetoken trace``: which experts a model routed to, recorded, and replayed through the slot policy."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from freetoken.cli import trace_record
 from freetoken.cli.messages import report
 from freetoken.cli.trace_plot import bars, svg
 from freetoken.errors import FreeTokenError
@@ -22,8 +23,9 @@ _PLAIN_WIDTH = 160
 
 def add_parser(subparsers: Any) -> None:
     """Register the sub-commands."""
-    parser = subparsers.add_parser("trace", help="replay expert routing through the slot policy")
+    parser = subparsers.add_parser("trace", help="record expert routing, and replay it through the slot policy")
     commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    trace_record.add_arguments(commands.add_parser("record", help="record the routing of the running engine"))
     _add_replay(commands.add_parser("replay", help="hit rate and fills of a trace at any number of slots"))
     importing = commands.add_parser("import", help="convert a routing CSV into a trace")
     importing.add_argument("csv", metavar="CSV", help="CSV file, also .gz")
@@ -33,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:
     everything = ",".join((*POLICIES, *BASELINES))
-    parser.add_argument("traces", metavar="TRACE", nargs="+", help="files of 'import' or 'synth'")
+    parser.add_argument("traces", metavar="TRACE", nargs="+", help="files of 'record', 'import' or 'synth'")
     parser.add_argument("--policy", default=everything, metavar="LIST", help=f"of {everything} (default: all)")
     parser.add_argument(
         "--capacity", default="5%,10%,20%,40%,60%", metavar="LIST", help="slots, or percentages of all experts"
@@ -76,6 +78,8 @@ def _add_synth(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit status."""
+    if args.action == "record":
+        return trace_record.run(args)
     try:
         if args.action == "replay":
             return _replay(args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
@@ -120,9 +121,19 @@ class ExpertsConfig(_Section):
     trace_path: str | None = Field(
         None, description="Record a route trace of up to 256 MiB into this new file from the start on."
     )
+    trace_dir: str | None = Field(
+        None, description="Where route traces recorded on request are kept (unset: traces in loader.cache_dir)."
+    )
+    trace_dir_bytes: Bytes = Field(1024**3, description="Space of all traces in trace_dir; recording ends at it.")
     seed_tail_tokens: int = Field(
         32, ge=0, description="Last tokens of a prefill chunk whose experts may be admitted to slots."
     )
+
+    @field_validator("trace_path", "trace_dir")
+    @classmethod
+    def _make_absolute(cls, value: str | None) -> str | None:
+        """Actors have working directories of their own."""
+        return value if value is None else str(Path(value).expanduser().absolute())
 
     @field_validator("split")
     @classmethod
@@ -230,3 +241,11 @@ class EngineConfig(_Section):
     loader: LoaderConfig = LoaderConfig()
     ray: RayConfig = RayConfig()
     health: HealthConfig = HealthConfig()
+
+    @property
+    def trace_dir(self) -> Path:
+        """The directory of traces recorded on request."""
+        if self.experts.trace_dir is not None:
+            return Path(self.experts.trace_dir)
+        root = self.loader.cache_dir
+        return (Path(root).expanduser() if root else Path.home() / ".cache" / "freetoken") / "traces"

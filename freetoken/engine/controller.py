@@ -14,6 +14,7 @@ from freetoken.engine.phases import Phase
 from freetoken.engine.rebalancer import Rebalancer
 from freetoken.engine.runtime import Overview
 from freetoken.engine.supervisor import Supervisor
+from freetoken.engine.tracing import RouteTracing
 from freetoken.errors import FreeTokenError
 from freetoken.launch_spec import LaunchSpec
 from freetoken.messages import (
@@ -26,6 +27,8 @@ from freetoken.messages import (
     RebalanceWish,
     StepReport,
     StoreShared,
+    TraceRecording,
+    TraceWish,
 )
 from freetoken.service import Service
 from freetoken.transport.base import BaseEndpoint
@@ -55,6 +58,7 @@ class ControllerService(Service):
         self.rebalancer = Rebalancer(
             spec, endpoint, lambda: self.epoch, self.supervisor.actors, lambda: self.supervisor.phase is Phase.READY
         )
+        self.tracing = RouteTracing(lambda: self.supervisor.handle(ActorName.EXPERT_CACHE))
         endpoint.on(StoreShared, self._on_store)
         endpoint.on(StepReport, self._on_report)
         endpoint.on(ActorsSuspected, self._on_suspected)
@@ -96,6 +100,10 @@ class ControllerService(Service):
     async def elastic(self) -> ElasticView:
         """How memory moves between slots and KV."""
         return self.rebalancer.view()
+
+    async def trace(self, wish: TraceWish) -> TraceRecording | None:
+        """See ``RouteTracing.trace``."""
+        return await self.tracing.trace(wish)
 
     async def pause(self, reason: str) -> None:
         """The epoch is over."""

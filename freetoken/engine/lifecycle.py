@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
 from freetoken.errors import FreeTokenError
-from freetoken.messages import ActorName, ActorStatus, Wiring
+from freetoken.messages import ActorName, ActorStatus, TraceRecording, TraceWish, Wiring
 from freetoken.service import Service
 from freetoken.transport.base import BaseEndpoint
 
@@ -53,6 +53,10 @@ class ActorHandle(Protocol):
 
     async def share_store(self, to: ActorName, epoch: int) -> None:
         """Send the store's descriptors to ``to`` once this actor has entered ``epoch``. Raises when it has none."""
+        ...
+
+    async def trace(self, wish: TraceWish) -> TraceRecording | None:
+        """``ExpertCacheService.trace``. Raises for other actors."""
         ...
 
     async def status(self) -> ActorStatus: ...
@@ -165,6 +169,14 @@ class ServiceRunner:
             raise FreeTokenError(f"{self.service.name} never holds the store")
         await self._endpoint.wait_for_epoch(epoch)
         await share(to)
+
+    async def trace(self, wish: TraceWish) -> TraceRecording | None:
+        """See ``ActorHandle.trace``; also while a transition is under way."""
+        record: Callable[[TraceWish], Coroutine[Any, Any, TraceRecording | None]] | None
+        record = getattr(self.service, "trace", None)
+        if record is None:
+            raise FreeTokenError(f"{self.service.name} records no routes")
+        return await record(wish)
 
     async def status(self) -> ActorStatus:
         """``Service.status``."""

@@ -111,6 +111,10 @@ class Supervisor:
         """What that actor last said of itself, even if it has died since."""
         return self._others[name].last_status
 
+    def handle(self, name: ActorName) -> ActorHandle | None:
+        """That actor, unless it is dead or being created."""
+        return self._others[name].handle
+
     def start(self, adopt: bool = False) -> None:
         """Begin, in the background. ``adopt``: take over the actors of an earlier Controller."""
         self._main = asyncio.ensure_future(self._run(adopt))

@@ -14,14 +14,15 @@ from freetoken._native import CacheServer, Mailbox, SharedSegment, SlotResize, S
 from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.config.schema import ExpertsConfig
 from freetoken.costs import assumed_costs
-from freetoken.errors import CapacityError, ConfigError, PeerLostError
+from freetoken.errors import CapacityError, ConfigError, PeerLostError, TraceBusyError
 from freetoken.experts.arrivals import Arrivals
 from freetoken.experts.device_client import fetchable_records, is_device_client, plan_mailbox, server_spin_us
 from freetoken.experts.reports import StepReporter
 from freetoken.experts.route_trace import TraceInfo
-from freetoken.experts.route_watch import DEFAULT_MAX_BYTES, RouteWatch
+from freetoken.experts.route_watch import RouteWatch
 from freetoken.experts.slot_worth import SlotWorth
 from freetoken.experts.split import describe_change, native_costs, split_metrics, split_mode
+from freetoken.experts.trace_files import DEFAULT_MAX_BYTES, plan_trace_file
 from freetoken.launch_spec import LaunchSpec
 from freetoken.messages import (
     ActorName,
@@ -32,6 +33,8 @@ from freetoken.messages import (
     PoolVacated,
     ResizeApplied,
     StepNotice,
+    TraceRecording,
+    TraceWish,
     VacatePool,
     Wiring,
 )
@@ -75,6 +78,15 @@ class ExpertCacheService(Service):
         endpoint.on(VacatePool, self._on_vacate)
         endpoint.on(ArenaResized, self._on_resized)
         endpoint.on_peer_lost(self._arrivals.peer_lost)
+
+    async def load(self) -> None:
+        """Begin the recording that the settings ask for, if they do."""
+        path = self.spec.config.experts.trace_path
+        if path is not None:
+            try:
+                await self.record_routes(path)
+            except (ConfigError, TraceBusyError) as error:
+                logger.warning("event=not_recording detail=%r", str(error))
 
     async def wire(self, wiring: Wiring) -> None:
         """Make this epoch's mailbox, send it out, wait for GpuExecutor's arena, start serving.
@@ -233,17 +245,35 @@ class ExpertCacheService(Service):
         await super().pause(reason)
         self._end_epoch()
 
+    async def trace(self, wish: TraceWish) -> TraceRecording | None:
+        """What the Controller passes on (a lifecycle call): record into a file of ``experts.trace_dir`` from now on,
+        over epochs; end that; tell of the last recording, if there was one. Raises ``ConfigError`` and
+        ``TraceBusyError``."""
+        if wish.action == "start":
+            self._check_routes()
+            routes = self._watch_routes()
+            routes.check_idle()  # rather than a complaint about the new file
+            place = (self.spec.config, self.spec.served_model_name, wish.name, wish.max_bytes)
+            path, max_bytes = await asyncio.to_thread(plan_trace_file, *place)
+            await routes.start_recording(path, max_bytes)
+        elif wish.action == "stop":
+            await self.stop_recording()
+        return await self._routes.recording() if self._routes is not None else None
+
     async def record_routes(self, path: str, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
-        """Record a route trace from now on, while serving (a lifecycle call). Raises ``ConfigError`` for a dense
-        model, a path that cannot be written or exists, and while another is being recorded."""
-        if not self.spec.model.is_moe:
-            raise ConfigError(f"routes cannot be recorded: {self.spec.served_model_name} has no experts")
-        self._watch_routes().start_recording(path, max_bytes)
+        """Record a route trace from now on, while serving. Raises ``ConfigError`` for a dense model and a path that
+        cannot be written or exists, and ``TraceBusyError`` while another is being recorded."""
+        self._check_routes()
+        await self._watch_routes().start_recording(path, max_bytes)
 
     async def stop_recording(self) -> None:
         """The trace is complete."""
         if self._routes is not None:
-            self._routes.stop_recording()
+            await self._routes.stop_recording()
+
+    def _check_routes(self) -> None:
+        if not self.spec.model.is_moe:
+            raise ConfigError(f"routes cannot be recorded: {self.spec.served_model_name} has no experts")
 
     def _watch_routes(self) -> RouteWatch:
         if self._routes is None:
@@ -257,18 +287,12 @@ class ExpertCacheService(Service):
                 "recorded",
             )
             self._routes = RouteWatch(info, lambda: self.slots.num_slots if self.slots is not None else 0)
-            path = self.spec.config.experts.trace_path
-            if path is not None:
-                try:
-                    self._routes.start_recording(path)
-                except ConfigError as error:
-                    logger.warning("event=not_recording detail=%r", str(error))
         return self._routes
 
     async def close(self) -> None:
         self._end_epoch()
         if self._routes is not None:
-            self._routes.stop_recording()
+            await self._routes.stop_recording()
         await super().close()
 
     def _end_epoch(self) -> None:

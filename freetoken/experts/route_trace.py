@@ -206,6 +206,30 @@ def decode_records(info: TraceInfo, data: bytes, name: str = "route records") ->
     return trace
 
 
+def measure_records(data: bytes, limit_bytes: int) -> tuple[int, int, int]:
+    """Of the whole records at the beginning of ``data`` (without a header) that take at most ``limit_bytes``:
+    (publishes, token rows, bytes)."""
+    at = publishes = rows = 0
+    limit_bytes = min(limit_bytes, len(data))
+    while at + _RECORD.size <= limit_bytes:
+        _, _, num_tokens, top_k, _, _ = _RECORD.unpack_from(data, at)
+        size = _RECORD.size + 4 * num_tokens * top_k + num_tokens
+        end = at + size + -size % _ALIGNMENT
+        if end > limit_bytes:
+            break
+        at, publishes, rows = end, publishes + 1, rows + num_tokens
+    return publishes, rows, at
+
+
+def measure_trace(path: str | Path) -> tuple[TraceInfo, int, int, int]:
+    """(what it is of, publishes, token rows, bytes) of a trace file, without reading it as a whole into arrays.
+    Raises as ``read_trace``."""
+    data = Path(path).read_bytes()
+    info, at = _decode_header(data, str(path))
+    publishes, rows, size = measure_records(data[at:], len(data))
+    return info, publishes, rows, at + size
+
+
 def _joined(parts: Iterable[NDArray[Any]], dtype: Any) -> NDArray[Any]:
     parts = list(parts)
     return np.concatenate(parts) if parts else np.empty(0, dtype)

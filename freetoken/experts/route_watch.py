@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from freetoken._native import CacheServer
-from freetoken.errors import ConfigError
+from freetoken.errors import ConfigError, TraceBusyError
 from freetoken.experts.cache_baselines import belady, plain_lru
-from freetoken.experts.route_trace import TraceInfo, decode_records, encode_header
+from freetoken.experts.route_recorder import RouteRecorder
+from freetoken.experts.route_trace import TraceInfo, decode_records
+from freetoken.experts.trace_files import DEFAULT_MAX_BYTES
+from freetoken.messages import TraceRecording
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +24,10 @@ SHADOW_INTERVAL_S = 10.0
 SHADOW_LAYERS = 2
 SHADOW_PUBLISHES = 1024
 """Of the sampled layers in one comparison, and before it, to warm the shadows up."""
-DEFAULT_MAX_BYTES = 256 << 20
 
 
 class RouteWatch:
-    """Drains the server of the current epoch; used on the event loop, files and shadows on threads beside it.
+    """Drains the server of the current epoch. Used on the event loop; files and shadows are on threads beside it.
 
     Shadows: plain LRU and Belady over the decode publishes of a few layers, with those layers' share of the slots.
     Beside them stands what the real cache hit in the same layers and time. There are none while a trace is recorded.
@@ -40,11 +40,12 @@ class RouteWatch:
         self._layers = list(range(step // 2, info.num_layers, step))[:SHADOW_LAYERS]
         self._server: CacheServer | None = None
         self._task: asyncio.Task[None] | None = None
-        self._file: BinaryIO | None = None
-        self._path = ""
-        self._max_bytes = 0
-        self._bytes = 0
+        self._recorder: RouteRecorder | None = None
+        self._last: RouteRecorder | None = None
+        self._closed: asyncio.Future[None] | None = None  # of the last one's file
+        self._opening = asyncio.Lock()
         self._dropped = 0  # of earlier epochs
+        self._dropped_before = 0  # the recording began
         self._recent: list[NDArray[np.int64]] = []  # uses of sampled publishes, not compared yet
         self._before: list[NDArray[np.int64]] = []  # and compared
         self._counted: NDArray[np.int64] | None = None
@@ -52,8 +53,13 @@ class RouteWatch:
 
     @property
     def is_recording(self) -> bool:
-        """Whether a trace file is open."""
-        return self._file is not None
+        """Whether routes go into a file."""
+        return self._recorder is not None and not self._recorder.ended
+
+    def check_idle(self) -> None:
+        """Raises ``TraceBusyError`` while routes are recorded."""
+        if self._recorder is not None and not self._recorder.ended:
+            raise TraceBusyError(f"routes are being recorded to {self._recorder.path} already; stop that first")
 
     def attach(self, server: CacheServer) -> None:
         """Of a new epoch; it was just started."""
@@ -68,54 +74,71 @@ class RouteWatch:
             self._task.cancel()
             self._task = None
         server, self._server = self._server, None
-        if server is not None:
-            self._take(server.drain_routes())
-            self._dropped += server.dropped_routes
+        if server is None:
+            return
+        self._dropped += server.dropped_routes
+        if self._recorder is not None:
+            self._recorder.record(server)
+        else:
+            self._sample(server.drain_routes())
 
-    def start_recording(self, path: str, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+    async def start_recording(self, path: str, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         """Write what is published from now on to ``path``, which must not exist, until it would exceed ``max_bytes``.
-        Goes on over epochs. Raises ``ConfigError``."""
-        if self._file is not None:
-            raise ConfigError(f"routes are being recorded to {self._path} already")
-        if self._server is not None:
-            self._take(self._server.drain_routes())  # sampled before
-        header = encode_header(self.info)
-        try:
-            self._file = Path(path).open("xb")  # noqa: SIM115 - open until the recording ends
-            self._file.write(header)
-            self._file.flush()
-        except OSError as error:
-            self._file = None
-            raise ConfigError(f"routes cannot be recorded to {path!r}: {error.strerror or error}") from error
-        self._path, self._max_bytes, self._bytes = path, max_bytes, len(header)
-        self._set_mode()
-        if self._server is not None:  # its task may be in a long sleep
-            self._restart()
+        Goes on over epochs. Raises ``ConfigError``, and ``TraceBusyError`` while another is recorded."""
+        async with self._opening:
+            self.check_idle()
+            if self._recorder is not None:
+                self._finish("")
+            if self._closed is not None:  # it still drains the server
+                await asyncio.shield(self._closed)
+            recorder = RouteRecorder(self.info, path, max_bytes)
+            try:
+                await recorder.open()
+            except OSError as error:
+                raise ConfigError(f"routes cannot be recorded to {path!r}: {error.strerror or error}") from error
+            if self._server is not None:
+                self._sample(self._server.drain_routes())
+            self._recorder = recorder
+            self._dropped_before = self._all_dropped()
+            self._set_mode()
+            if self._server is not None:  # its task may be in a long sleep
+                self._restart()
         logger.info("event=recording path=%s max_bytes=%d", path, max_bytes)
 
-    def stop_recording(self) -> None:
-        """The file is complete. Nothing happens without one."""
-        if self._file is None:
-            return
-        if self._server is not None:
-            self._take(self._server.drain_routes())
-        self._finish("stopped")
+    async def stop_recording(self) -> None:
+        """Returns when the file is complete. Nothing happens without one."""
+        if self._recorder is not None:
+            self._finish("stopped")
+        if self._closed is not None:
+            await asyncio.shield(self._closed)
+
+    async def recording(self) -> TraceRecording | None:
+        """The recording under way, or else the last one."""
+        if self._recorder is not None:
+            return self._recorder.describe(self._all_dropped() - self._dropped_before)
+        if self._last is None or self._closed is None:
+            return None
+        last = self._last
+        await asyncio.shield(self._closed)
+        return last.describe(last.unrecorded)
 
     def _finish(self, why: str) -> None:
-        file, self._file = self._file, None
-        if file is None:
-            return
-        try:
-            file.close()
-        except OSError as error:
-            why = f"{why}: {error}"
+        """Nothing more is logged for the file, which is closed once it has all that was; then shadows are kept
+        again."""
+        recorder, self._recorder = self._recorder, None
+        assert recorder is not None
+        recorder.unrecorded = self._all_dropped() - self._dropped_before
+        if self._server is not None:
+            self._server.log_routes("off", self._layers)
+            recorder.record(self._server)
+        self._last, self._closed = recorder, recorder.close(why)
+        self._closed.add_done_callback(lambda _: self._resume_sampling())
+
+    def _resume_sampling(self) -> None:
+        self._recent.clear()
         self._set_mode()
         if self._server is not None:  # there are no shadows of what was recorded
             self._counted = self._server.layer_counters()[self._layers]
-            self._recent.clear()
-        logger.info(
-            "event=recorded path=%s bytes=%d dropped=%d why=%r", self._path, self._bytes, self._all_dropped(), why
-        )
 
     def _all_dropped(self) -> int:
         return self._dropped + (self._server.dropped_routes if self._server is not None else 0)
@@ -123,7 +146,7 @@ class RouteWatch:
     def _set_mode(self) -> None:
         if self._server is not None:
             wants_shadows = self._num_slots() > 0
-            mode = "all" if self._file is not None else "sample" if wants_shadows else "off"
+            mode = "all" if self._recorder is not None else "sample" if wants_shadows else "off"
             self._server.log_routes(mode, self._layers)
 
     def _restart(self) -> None:
@@ -135,28 +158,23 @@ class RouteWatch:
         loop = asyncio.get_running_loop()
         due_s = loop.time() + SHADOW_INTERVAL_S
         while True:
-            await asyncio.sleep(RECORD_INTERVAL_S if self._file is not None else SHADOW_INTERVAL_S)
-            if self._server is None:
+            await asyncio.sleep(RECORD_INTERVAL_S if self._recorder is not None else SHADOW_INTERVAL_S)
+            server, recorder = self._server, self._recorder
+            if server is None:
                 return
-            self._take(self._server.drain_routes())
+            if recorder is not None:
+                await recorder.record(server)  # the next only after this one, so that a slow disk lets the ring fill up
+                if recorder.ended and recorder is self._recorder:
+                    self._finish("")
+            elif self._closed is None or self._closed.done():
+                self._sample(server.drain_routes())
             if loop.time() >= due_s:
                 due_s = loop.time() + SHADOW_INTERVAL_S
                 await self.compare()
 
-    def _take(self, data: bytes) -> None:
-        """Into the file, or else into the sample. ``max_bytes`` bounds the disk, the server's ring the memory."""
+    def _sample(self, data: bytes) -> None:
+        """Keep what the shadows are to see."""
         if not data:
-            return
-        if self._file is not None:
-            if self._bytes + len(data) > self._max_bytes:
-                self._finish(f"the limit of {self._max_bytes} bytes was reached")
-            else:
-                try:
-                    self._file.write(data)
-                    self._file.flush()
-                    self._bytes += len(data)
-                except OSError as error:
-                    self._finish(f"{error.strerror or error}")
             return
         trace = decode_records(self.info, data)
         sampled = np.isin(trace.layers, self._layers) & (trace.token_counts <= 64)
@@ -181,9 +199,10 @@ class RouteWatch:
 
     def figures(self) -> dict[str, float]:
         """For metrics. Hit ratios are those of the last comparison."""
+        recorder = self._recorder or self._last
         return {
             "recording": float(self.is_recording),
-            "recorded_bytes": float(self._bytes),
+            "recorded_bytes": float(recorder.num_bytes if recorder is not None else 0),
             "unrecorded_publishes_total": float(self._all_dropped()),
             **self._ratios,
         }

@@ -52,6 +52,7 @@ from freetoken.messages.steps import (
     StepResult,
     StepRow,
 )
+from freetoken.messages.tracing import TraceRecording, TraceWish
 
 __all__ = [
     "ACTOR_NAMES",
@@ -100,6 +101,8 @@ __all__ = [
     "SubmitRequest",
     "TokenBatch",
     "TokenDelta",
+    "TraceRecording",
+    "TraceWish",
     "VacatePool",
     "Wiring",
 ]

@@ -34,6 +34,7 @@ from freetoken.serving.responses.endpoint import (
     list_input_items,
 )
 from freetoken.serving.status import actor_json
+from freetoken.serving.trace_control import delete_trace, get_trace, record_trace, show_trace
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +137,10 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/v1/actors", actors),
     ("GET", "/v1/cache/status", cache_status),
     ("POST", "/v1/cache/rebalance", rebalance),
+    ("POST", "/v1/cache/trace", record_trace),
+    ("GET", "/v1/cache/trace", show_trace),
+    ("GET", "/v1/cache/trace/{name}", get_trace),
+    ("DELETE", "/v1/cache/trace/{name}", delete_trace),
     ("GET", "/", root),
     ("GET", "/health", health),
     ("GET", "/metrics", metrics),

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from freetoken.messages import ActorStatus, ElasticView, HealthView, RebalanceRecord, RebalanceWish
+from freetoken.messages import (
+    ActorStatus,
+    ElasticView,
+    HealthView,
+    RebalanceRecord,
+    RebalanceWish,
+    TraceRecording,
+    TraceWish,
+)
 
 
 class Control(Protocol):
@@ -24,4 +32,9 @@ class Control(Protocol):
 
     async def elastic(self) -> ElasticView:
         """How memory moves between slots and KV."""
+        ...
+
+    async def trace(self, wish: TraceWish) -> TraceRecording | None:
+        """Begin or end the recording of a route trace; the one under way, or the last. Raises ``ConfigError`` and
+        ``TraceBusyError``."""
         ...

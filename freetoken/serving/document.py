@@ -18,6 +18,7 @@ from freetoken.serving.app import ROUTES
 from freetoken.serving.metrics import FrontMetrics
 from freetoken.serving.openai_schema import ChatRequest, CompletionRequest, GenerationFields, Message, StreamOptions
 from freetoken.serving.responses.schema import ReasoningOptions, ResponsesRequest, TextConfig, TextFormat
+from freetoken.serving.trace_control import TraceRequest
 
 ERRORS = (
     (400, "invalid_json", "The body is not JSON; the message has line, column and character."),
@@ -39,6 +40,10 @@ ERRORS = (
     (404, "model_not_found", "The named model is not served here."),
     (404, "not_found", "No such path."),
     (405, "method_not_allowed", "The path takes other methods."),
+    (409, "rebalance_under_way", "Memory is being moved already, or the engine is not ready."),
+    (409, "rebalance_failed", "Nothing was changed; the message says why."),
+    (409, "trace_under_way", "A trace is being recorded, or there is no space for one (`experts.trace_dir_bytes`)."),
+    (409, "no_recording", "There is no recording to stop."),
     (413, "request_too_large", "The body exceeds `server.max_body_bytes`."),
     (429, "rate_limit_exceeded", "Queue full, or too many requests of one key; come back after `Retry-After` seconds."),
     (500, "internal_error", "A fault of the server; its log has more under the response's `X-Request-Id`."),
@@ -127,12 +132,23 @@ give. Responses cannot be cancelled by id: closing the connection cancels.
 """
 
 
+TRACES = """\
+The answer has `recording` (whether it goes on), `name`, `path` on the server, `model`, `started`, `seconds`, `bytes`,
+`max_bytes`, `publishes` (each is one layer of one step), `tokens`, `unrecorded` (publishes that are missing because the
+disk was too slow) and `ended`: null, `stopped`, or what else ended it. Files lie in `experts.trace_dir`, at most
+`experts.trace_dir_bytes` of them; none is ever written or read elsewhere. `stop` may be repeated. A recording goes on
+when the engine recovers, unless ExpertCache itself had to be replaced: then it ends, and the file has what came before.
+"""
+
+
 def _type_name(annotation: Any) -> str:
     """A field's type as JSON knows it."""
     names = {str: "string", int: "integer", float: "number", bool: "boolean", Any: "any", dict: "object", list: "array"}
     if annotation in names:
         return names[annotation]
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:  # what its validators also take is in the description
+        return _type_name(arguments[0])
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_type_name(a) for a in arguments if a is not type(None))
     if origin is typing.Literal:
@@ -195,6 +211,7 @@ def render() -> str:
     lines += ["### `reasoning`", "", *_table(ReasoningOptions), "### `text`", "", *_table(TextConfig)]
     lines += ["### `text.format`", "", *_table(TextFormat), RESPONSES]
     lines += ["## Messages", "", *_table(MessagesRequest), MESSAGES, STREAMS]
+    lines += ["## Route traces", "", "Body of `POST /v1/cache/trace`:", "", *_table(TraceRequest), TRACES]
     lines += ["## Errors", "", ERROR_BODIES]
     lines += ["| status | code | meaning |", "|---|---|---|"]
     lines += [f"| {status} | `{code}` | {meaning} |" for status, code, meaning in ERRORS]

@@ -21,6 +21,8 @@ from freetoken.messages import (
     HealthView,
     RebalanceRecord,
     RebalanceWish,
+    TraceRecording,
+    TraceWish,
 )
 from freetoken.quant.record import DTYPE_BYTES
 from freetoken.serving.control import Control
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONTROL_TIMEOUT_S = 2.0
+TRACE_TIMEOUT_S = 60.0  # the last records have to reach the disk
 FRESH_S = 0.2
 """Answers of the Controller are shared by all requests within this time."""
 
@@ -219,6 +222,15 @@ class EngineView:
         finally:
             if self._actors is not None:
                 self._actors.forget()
+
+    async def trace(self, wish: TraceWish) -> TraceRecording | None:
+        """What ``Control.trace`` does; raises that, and ``FreeTokenError`` when nobody answers."""
+        if self._control is None:
+            raise FreeTokenError("there is none")
+        try:
+            return await asyncio.wait_for(self._control.trace(wish), TRACE_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            raise FreeTokenError(f"no answer within {TRACE_TIMEOUT_S:g} s") from None
 
 
 def _metrics_of(actors: list[ActorStatus], name: ActorName) -> dict[str, float]:

@@ -12,7 +12,7 @@ from freetoken.engine.lifecycle import ActorHandle, Progress, Restarts, ServiceR
 from freetoken.engine.local import LocalHost
 from freetoken.errors import PeerLostError
 from freetoken.launch_spec import LaunchSpec
-from freetoken.messages import ActorName, ActorStatus, Wiring
+from freetoken.messages import ActorName, ActorStatus, TraceRecording, TraceWish, Wiring
 from freetoken.testing.fake_services import FAKE_SERVICES
 from freetoken.transport.inprocess import InProcessHub
 
@@ -77,6 +77,9 @@ class FakeHandle:
 
     async def share_store(self, to: ActorName, epoch: int) -> None:
         await self._call("share_store", lambda: self.runner.share_store(to, epoch))
+
+    async def trace(self, wish: TraceWish) -> TraceRecording | None:
+        return await self._call("trace", lambda: self.runner.trace(wish))
 
     async def status(self) -> ActorStatus:
         return await self._call("status", self.runner.status)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import threading
 import time
 import urllib.error
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from freetoken.cli.main import main
 from freetoken.cli.process import EngineProcess
+from freetoken.experts.route_trace import read_trace
 from freetoken.messages import ACTOR_NAMES, ActorName
 from tests.e2e.conftest import TINY_SETTINGS, TINY_SLOTS, complete, get, post
 
@@ -115,3 +119,42 @@ def test_a_changed_division_survives_all_but_its_memory(engine: EngineProcess, v
     assert status["kv"]["capacity_tokens"] // 16 == status["kv"]["blocks"]
     device = next(a["metrics"] for a in get(engine.url, "/v1/actors")["actors"] if a["name"] == "GpuExecutor")
     assert device["slots"] == status["experts"]["capacity"] and device["kv_blocks"] == status["kv"]["blocks"]
+
+
+@pytest.mark.parametrize("victim", [ActorName.EXPERT_CACHE, ActorName.CONTROLLER, ActorName.SCHEDULER], ids=str)
+def test_a_recording_outlives_all_but_its_maker(
+    engine: EngineProcess, victim: ActorName, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, out = engine.url, tmp_path / "out.routes"
+    wait_until_serving(url, set())
+    statuses: list[int] = []
+    command = ["trace", "record", "--url", url, "--out", str(out), "--json"]
+    thread = threading.Thread(target=lambda: statuses.append(main(command)))
+    thread.start()
+    wait_for(lambda: get(url, "/v1/cache/trace")["recording"])
+    begun = get(url, "/v1/cache/trace")
+    complete(url, [5, 6, 7], 20)
+    wait_for(lambda: get(url, "/v1/cache/trace")["tokens"] >= 22)  # of the prompt and all answers but the last
+    pid = next(a["pid"] for a in get(url, "/v1/actors")["actors"] if a["name"] == str(victim))
+    os.kill(pid, signal.SIGKILL)
+    wait_until_serving(url, {pid})
+    complete(url, [5, 6, 7], 20)
+    now = get(url, "/v1/cache/trace")
+    if victim is ActorName.EXPERT_CACHE:
+        assert not now["recording"] and "ExpertCache ended" in now["ended"]
+    else:
+        assert now["recording"] and now["path"] == begun["path"]
+        assert post(url, "/v1/cache/trace", {"action": "stop"})["ended"] == "stopped"
+    thread.join(RECOVERY_LIMIT_S)
+    assert statuses == [0]
+    summary, trace = json.loads(capsys.readouterr().out), read_trace(out)
+    assert (trace.num_publishes, trace.num_tokens) == (summary["publishes"], summary["tokens"])
+    assert trace.num_tokens >= (22 if victim is ActorName.EXPERT_CACHE else 40)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Within the limit."""
+    deadline = time.monotonic() + RECOVERY_LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
