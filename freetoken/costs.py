@@ -50,11 +50,12 @@ class CostModel:
     source: str = "assumed"
 
     def device_ns(self, hits: int, fetches: int, cpu: int, record_bytes: float) -> float:
-        """The device's part of a layer of one token."""
+        """The device's part of a layer of one token. A GPU reads its own memory while records cross the bus."""
         if hits + fetches == 0:
             return 0.0
         side = self.fetch_beside if cpu else self.fetch
-        return hits * record_bytes * self.hit_byte_ns + side.ns(fetches, record_bytes)
+        own, fetched = hits * record_bytes * self.hit_byte_ns, side.ns(fetches, record_bytes)
+        return own + fetched if self.hits_load_memory else max(own, fetched)
 
     def cpu_ns(self, hits: int, fetches: int, cpu: int, record_bytes: float) -> float:
         """CpuExecutor's part of a layer of one token."""

@@ -74,8 +74,9 @@ double SplitPlanner::device_ns(const LayerShares& shares, const Factors& factors
   const SideCost& side = beside ? costs_.fetch_beside : costs_.fetch;
   const double hits =
       shares.record_bytes * (shares.num_hits * costs_.hit_byte_ns + shares.hit_extra * side.route_byte_ns);
-  return factors[beside ? kFetchBeside : kFetch] *
-         (hits + cost_ns(side, shares.num_fetches, shares.fetch_extra, shares.record_bytes));
+  const double fetches = cost_ns(side, shares.num_fetches, shares.fetch_extra, shares.record_bytes);
+  // A GPU reads its own memory while records cross the bus.
+  return factors[beside ? kFetchBeside : kFetch] * (costs_.hits_load_memory ? hits + fetches : std::max(hits, fetches));
 }
 
 double SplitPlanner::cpu_ns(const LayerShares& shares, const Factors& factors) const {
@@ -227,7 +228,9 @@ void SplitPlanner::observe(const SplitTiming& timing) {
     const bool beside = device_works(shares);
     learn(beside ? kCpuBeside : kCpu, beside ? kCpu : kCpuBeside, cpu_ns(shares, status_.live) - status_.live[kHandoff],
           timing.cpu_ns);
-    if (timing.handoff_ns > 0.0) learn_handoff(timing.handoff_ns);
+    if (timing.handoff_ns > 0.0 && (!timing.handoff_is_bound || timing.handoff_ns < status_.live[kHandoff])) {
+      learn_handoff(timing.handoff_ns);
+    }
   }
   if (shares.num_fetches + shares.num_cpu > 0) {
     status_.measured_ns +=

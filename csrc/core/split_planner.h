@@ -44,12 +44,14 @@ struct LayerWork {
 };
 
 // What a layer took: the device, from the plan to the end of its experts; the CPU, its work alone; and what passed
-// beside that work between the plan and the arrival of the answer at the device. 0: nothing to do, or not known.
+// beside that work between the plan and the arrival of the answer at the device. 0: nothing to do, or not known. A
+// device that did not have to wait only shows that handing over took no longer than that (`handoff_is_bound`).
 struct SplitTiming {
   LayerShares shares;
   double device_ns = 0.0;
   double cpu_ns = 0.0;
   double handoff_ns = 0.0;
+  bool handoff_is_bound = false;
 };
 
 // Decides by *applied* rates: those believed at first, or the live ones at the last change. Live rates are the believed
