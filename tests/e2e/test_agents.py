@@ -1,0 +1,107 @@
+"""Real coding agents, started by ``freetoken agent``, on whole engines with a scripted model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from freetoken.cli.process import EngineProcess
+from freetoken.testing.agent_sessions import (
+    FIRST,
+    HABITS,
+    SAID,
+    SECOND,
+    TEXT,
+    AgentSession,
+    Request,
+    main_requests,
+    requests_in,
+    requests_of_dsh,
+    script_for,
+)
+from freetoken.testing.scripted_model import Script, write_scripted_model
+from tests.clients.programs import program_of
+
+pytestmark = [pytest.mark.e2e, pytest.mark.clients]
+
+KEY = "sk-of-the-test"
+
+
+@dataclass
+class ScriptedEngine:
+    """``model`` is where its script lies."""
+
+    process: EngineProcess
+    model: Path
+
+
+def scripted_engine(directory: Path, *arguments: str) -> Iterator[ScriptedEngine]:
+    model = write_scripted_model(directory / "tiny", Script())
+    settings = {
+        "server.port": 0,
+        "server.api_keys": f"[{KEY}]",
+        "kv.num_tokens": 300_000,
+        "max_context_tokens": 200_000,
+        "scheduler.max_num_batched_tokens": 2048,
+        "scheduler.prefill_chunk_tokens": 1024,
+        "experts.measure": "false",
+        "loader.cache_dir": directory / "cache",
+    }
+    flags = itertools.chain.from_iterable(("--set", f"{key}={value}") for key, value in settings.items())
+    with EngineProcess(
+        str(model), *flags, *arguments, module="freetoken.testing.scripted_launch", ready_timeout_s=180
+    ) as process:
+        yield ScriptedEngine(process, model)
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
+    yield from scripted_engine(tmp_path_factory.mktemp("local"), "--runtime", "local")
+
+
+@pytest.fixture
+def on_ray(tmp_path: Path) -> Iterator[ScriptedEngine]:
+    flags = ("--runtime", "ray", "--set", "ray.dashboard=false", "--set", "ray.namespace=scripted")
+    yield from scripted_engine(tmp_path, *flags)
+
+
+def play(engine: ScriptedEngine, name: str, root: Path) -> str:
+    """Two turns: the tool runs and the session resumes. Returns what the agent printed."""
+    found = program_of(name)
+    script_for(name).write(engine.model)
+    session = AgentSession(name, found.program, root / name, engine.process.url, KEY, found.path)
+    first = session.turn(FIRST)
+    assert first.returncode == 0 and SAID[1] in first.stdout, (first.stdout[-3000:], first.stderr[-3000:])
+    assert session.note.read_text() == TEXT
+    again = session.turn(SECOND)
+    assert again.returncode == 0 and SAID[2] in again.stdout, (again.stdout[-3000:], again.stderr[-3000:])
+    if HABITS[name].tidy:
+        assert session.strangers() == []
+    return first.stdout + again.stdout
+
+
+def check_reuse(name: str, turns: list[Request]) -> None:
+    """Every request found all that the one before it left in full blocks, as far as the agent extends it."""
+    assert len(turns) == 3, turns
+    for earlier, later in itertools.pairwise(turns):
+        if HABITS[name].extends:
+            assert later.cached_tokens == earlier.reusable_tokens, turns
+        else:
+            assert later.cached_tokens > 0.95 * later.prompt_tokens, turns
+
+
+@pytest.mark.parametrize("name", list(HABITS))
+def test_an_agent_works_and_goes_on(local: ScriptedEngine, name: str, tmp_path: Path) -> None:
+    before = len(requests_in(local.process.log))
+    play(local, name, tmp_path)
+    requests = requests_in(local.process.log)[before:]
+    check_reuse(name, main_requests(requests))
+    assert all(request.outcome == "ok" for request in main_requests(requests))
+
+
+def test_an_agent_on_ray(on_ray: ScriptedEngine, tmp_path: Path) -> None:
+    check_reuse("dsh", requests_of_dsh(play(on_ray, "dsh", tmp_path)))
