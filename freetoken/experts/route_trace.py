@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -140,7 +142,7 @@ def read_trace(path: str | Path) -> RouteTrace:
     return decode_records(info, data[at:], str(path))
 
 
-def _decode_header(data: bytes, name: str) -> tuple[TraceInfo, int]:
+def _decode_header(data: bytes | mmap.mmap, name: str) -> tuple[TraceInfo, int]:
     if len(data) < _PREFIX.size or data[: len(MAGIC)] != MAGIC:
         raise TraceError(f"{name}: not a route trace (it does not begin with {MAGIC.decode()})")
     _, version, size = _PREFIX.unpack_from(data)
@@ -206,7 +208,7 @@ def decode_records(info: TraceInfo, data: bytes, name: str = "route records") ->
     return trace
 
 
-def measure_records(data: bytes, limit_bytes: int) -> tuple[int, int, int]:
+def measure_records(data: bytes | memoryview, limit_bytes: int) -> tuple[int, int, int]:
     """Of the whole records at the beginning of ``data`` (without a header) that take at most ``limit_bytes``:
     (publishes, token rows, bytes)."""
     at = publishes = rows = 0
@@ -222,12 +224,17 @@ def measure_records(data: bytes, limit_bytes: int) -> tuple[int, int, int]:
 
 
 def measure_trace(path: str | Path) -> tuple[TraceInfo, int, int, int]:
-    """(what it is of, publishes, token rows, bytes) of a trace file, without reading it as a whole into arrays.
+    """(what it is of, publishes, token rows, bytes) of a trace file up to its last whole publish, which stays on disk.
     Raises as ``read_trace``."""
-    data = Path(path).read_bytes()
-    info, at = _decode_header(data, str(path))
-    publishes, rows, size = measure_records(data[at:], len(data))
-    return info, publishes, rows, at + size
+    with Path(path).open("rb") as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        if size_bytes == 0:  # cannot be mapped
+            _decode_header(b"", str(path))
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            info, begin = _decode_header(data, str(path))
+            with memoryview(data) as whole, whole[begin:] as records:
+                publishes, rows, size = measure_records(records, size_bytes)
+    return info, publishes, rows, begin + size
 
 
 def _joined(parts: Iterable[NDArray[Any]], dtype: Any) -> NDArray[Any]:

@@ -14,6 +14,8 @@ from freetoken.experts.route_trace import (
     decode_records,
     encode_header,
     encode_record,
+    measure_records,
+    measure_trace,
     read_trace,
     write_trace,
 )
@@ -30,7 +32,7 @@ def assert_same(one: RouteTrace, other: RouteTrace) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.integers(0, 2**63 - 1)), max_size=8), st.integers(0))
-def test_what_is_written_is_read(publishes, seed):
+def test_what_is_written_is_read_and_measured(publishes, seed):
     random = np.random.default_rng(seed)
     rows = sum(count for _, count, _ in publishes)
     trace = RouteTrace(
@@ -49,6 +51,11 @@ def test_what_is_written_is_read(publishes, seed):
         records += encode_record(step, layer, trace.ids[part], trace.weights[part], trace.admit[part])
         begin += count
     assert_same(decode_records(INFO, records), trace)
+    assert measure_records(records, 1 << 20) == (len(publishes), rows, len(records))
+    for limit in range(0, len(records), 8):
+        count, _, size = measure_records(records, limit)
+        cut = decode_records(INFO, records[:limit])
+        assert count == cut.num_publishes and size <= limit and not decode_records(INFO, records[:size]).truncated
 
 
 def test_files(tmp_path):
@@ -61,6 +68,8 @@ def test_files(tmp_path):
     whole = path.read_bytes()
     path.write_bytes(whole[:-8])
     cut = read_trace(path)
+    one_publish = (len(whole) - len(encode_header(trace.info))) // 15
+    assert measure_trace(path) == (trace.info, 14, 28, len(whole) - one_publish)
     assert cut.truncated and cut.num_publishes == 14 and np.array_equal(cut.ids, trace.ids[:-2])
 
 
