@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from freetoken import __version__
 from freetoken.messages import HealthState
 from freetoken.serving.access import KeyLimiter, check_key, check_origin, given_key
 from freetoken.serving.anthropic_format import anthropic_error_body
@@ -25,6 +26,7 @@ from freetoken.serving.completions import completions
 from freetoken.serving.context import CONTEXT, FrontContext
 from freetoken.serving.errors import RETRY_AFTER_LOADING_S, ApiError, internal, openai_error_body
 from freetoken.serving.metrics import CONTENT_TYPE, exposition
+from freetoken.serving.openapi import openapi_document
 from freetoken.serving.request_id import REQUEST_ID
 from freetoken.serving.responses.endpoint import (
     cancel_response,
@@ -116,6 +118,11 @@ async def actors(request: web.Request) -> web.StreamResponse:
     return json_response({"object": "list", "actors": [actor_json(status) for status in statuses]})
 
 
+async def openapi(request: web.Request) -> web.StreamResponse:
+    """This interface as an OpenAPI 3.1 document."""
+    return json_response(openapi_document(ROUTES, __version__))
+
+
 async def cache_status(request: web.Request) -> web.StreamResponse:
     """Expert slots, KV blocks and the store: plan and present figures."""
     return json_response(await request.app[CONTEXT].engine.cache_status())
@@ -144,6 +151,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/", root),
     ("GET", "/health", health),
     ("GET", "/metrics", metrics),
+    ("GET", "/openapi.json", openapi),
 )
 
 
