@@ -55,6 +55,11 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return web.Response(body=orjson.dumps(value), status=status, headers=headers, content_type="application/json")
 
 
+def printable(text: str) -> str:
+    """``text`` as JSON can carry it: surrogates, which stand for bytes of a path that are not UTF-8, are replaced."""
+    return text.encode(errors="replace").decode()
+
+
 async def models(request: web.Request) -> web.StreamResponse:
     """The served model under each of its names, with its limits, in the OpenAI and the Anthropic dialect at once."""
     context = request.app[CONTEXT]
@@ -216,6 +221,8 @@ async def _answer(request: web.Request, handler: Handler, context: FrontContext)
     except Exception:
         logger.exception("event=request_failed request=%s path=%r", REQUEST_ID.get(), request.path)
         error = internal(REQUEST_ID.get())
+    error.message = printable(error.message)
+    error.param = None if error.param is None else printable(error.param)
     anthropic = request.path.startswith("/v1/messages") or "anthropic-version" in request.headers
     body = anthropic_error_body(error) if anthropic else openai_error_body(error)
     return json_response(body, error.status, {**headers, **error.headers})

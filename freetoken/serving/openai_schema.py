@@ -6,6 +6,7 @@ docs/http.md.
 
 from __future__ import annotations
 
+import reprlib
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -19,6 +20,11 @@ MAX_INT32 = 2**31 - 1
 
 T = TypeVar("T")
 
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 8
+_SHORT.maxdict = _SHORT.maxlist = 32
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 200
+
 _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
 STOPS_SCHEMA = WithJsonSchema(
     {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}, {"type": "null"}]}
@@ -30,8 +36,8 @@ PROMPT_SCHEMA = WithJsonSchema({"anyOf": [*_PROMPT["anyOf"], {"type": "array", "
 
 
 def shown(value: Any) -> str:
-    """A value for an error message: short, on one line."""
-    text = repr(value)
+    """A value for an error message: short, on one line, whatever its size and depth."""
+    text = _SHORT.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
