@@ -54,9 +54,9 @@ class _Holding:
 class KVAllocator:
     """Paged blocks with a prefix tree over them. Deterministic, no I/O, one thread.
 
-    ``prefix_cache=False`` keeps no tree: nothing is ever cached and commits have no effect. Prefixes of requests that
-    came back (at least half of their prompt was cached) are evicted after all others, while they are at most the share
-    ``kept_share`` of all blocks.
+    ``prefix_cache=False`` keeps no tree: nothing is ever cached and commits have no effect. Prefixes of conversations
+    that come back (``BlockNeed.comes_back``; if that is None, at least half of their prompt was cached) are evicted
+    after all others, while they are at most the share ``kept_share`` of all blocks.
     """
 
     def __init__(
@@ -143,7 +143,9 @@ class KVAllocator:
             evictable -= 1
         if num_new_blocks > self._pool.num_free + evictable:
             return None
-        returning = 2 * num_cached >= len(token_ids)
+        returning = need.comes_back
+        if returning is None:
+            returning = 2 * num_cached >= len(token_ids)
         for node in path:
             self._hold(node)
             node.returning = node.returning or returning

@@ -13,12 +13,14 @@ class BlockNeed:
     generated before a preemption). The allocator matches them against the prefix tree, always leaving at least one
     token to compute, and makes room for ``min(num_cached + num_new_tokens, len(token_ids))`` tokens.
     Later: ``token_ids is None`` and room is made for ``num_computed_tokens + num_new_tokens`` tokens.
+    ``comes_back`` is that of the request; it matters the first time.
     """
 
     request_id: str
     num_computed_tokens: int
     num_new_tokens: int
     token_ids: tuple[int, ...] | None = None
+    comes_back: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

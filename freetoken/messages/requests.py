@@ -74,13 +74,17 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SubmitRequest:
-    """ApiFront -> Scheduler. ``prompt_token_ids`` has at least one token. Answered by deltas in ``TokenBatch``."""
+    """ApiFront -> Scheduler. ``prompt_token_ids`` has at least one token. Answered by deltas in ``TokenBatch``.
+
+    ``comes_back``: whether a request is to be expected that goes on with this one; None: there is no telling.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0
     session_key: str = ""
+    comes_back: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ class RequestBook:
             max_context_tokens=self.limits.max_context_tokens,
             eos_token_ids=self.limits.eos_token_ids,
             now=now,
+            comes_back=message.comes_back,
         )
         self.prompt_tokens_total += len(request.prompt)
         self.live[request.id] = request

@@ -29,12 +29,12 @@ class Request:
     """
 
     __slots__ = (
-        "admission", "arrival", "arrived_s", "blocked_at_blocks", "first_token_s", "generated", "holds_blocks", "id",
-        "in_background", "init_tokens", "last_step_id", "last_token_s", "max_total_tokens", "min_total_tokens",
-        "new_block_ids", "num_blocks", "num_bypassed", "num_cached_tokens", "num_committed_blocks",
-        "num_computed_tokens", "num_in_flight", "num_pending_samples", "num_preemptions", "num_scheduled_tokens",
-        "num_sent_tokens", "on_device", "priority", "prompt", "sampling", "started_s", "state", "stop_token_ids",
-        "wanted_tokens",
+        "admission", "arrival", "arrived_s", "blocked_at_blocks", "comes_back", "first_token_s", "generated",
+        "holds_blocks", "id", "in_background", "init_tokens", "last_step_id", "last_token_s", "max_total_tokens",
+        "min_total_tokens", "new_block_ids", "num_blocks", "num_bypassed", "num_cached_tokens",
+        "num_committed_blocks", "num_computed_tokens", "num_in_flight", "num_pending_samples", "num_preemptions",
+        "num_scheduled_tokens", "num_sent_tokens", "on_device", "priority", "prompt", "sampling", "started_s",
+        "state", "stop_token_ids", "wanted_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -48,7 +48,9 @@ class Request:
         max_context_tokens: int,
         eos_token_ids: tuple[int, ...],
         now: float,
+        comes_back: bool | None = None,
     ) -> None:
+        self.comes_back = comes_back
         self.id = request_id
         self.prompt = prompt
         self.generated: list[int] = []

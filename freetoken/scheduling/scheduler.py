@@ -260,7 +260,7 @@ class Scheduler:
         for request, num_new_tokens in first_needs:
             request.holds_blocks = True  # from now on a release must be sent
             self._asked[request.id] = request
-            needs.append(BlockNeed(request.id, 0, num_new_tokens, request.known_tokens()))
+            needs.append(BlockNeed(request.id, 0, num_new_tokens, request.known_tokens(), request.comes_back))
         return needs
 
     def _chunk_tokens(self) -> int:

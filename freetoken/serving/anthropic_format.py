@@ -192,7 +192,7 @@ def _event(data: dict[str, Any]) -> bytes:
     return event(data, data["type"])
 
 
-def session_of(metadata: Mapping[str, Any] | None) -> str:
+def session_name(metadata: Mapping[str, Any] | None) -> str:
     """The session's id within ``metadata.user_id``, which some clients fill with JSON; empty without one."""
     user = (metadata or {}).get("user_id")
     if not isinstance(user, str) or not user.startswith("{"):

@@ -7,12 +7,13 @@ import time
 import orjson
 from aiohttp import web
 
-from freetoken.serving.anthropic_format import MessageWriter, session_of
+from freetoken.serving.anthropic_format import MessageWriter, session_name
 from freetoken.serving.anthropic_reading import read_messages
 from freetoken.serving.anthropic_schema import CountTokensRequest, MessagesRequest
 from freetoken.serving.body import read_request
 from freetoken.serving.choice import TextOptions
-from freetoken.serving.context import CONTEXT, session_key
+from freetoken.serving.context import CONTEXT, session_of
+from freetoken.serving.conversation import Session
 from freetoken.serving.dialogue import ReplyPlan, render, start_reply
 from freetoken.serving.openai_schema import MAX_INT32
 from freetoken.serving.sampling import resolve_sampling
@@ -27,7 +28,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     fields, _ = await read_request(request, MessagesRequest, context.pool)
     context.check_model(fields.model)
     plan = ReplyPlan(
-        conversation=read_messages(fields, session_key(request, session_of(fields.metadata))),
+        conversation=read_messages(fields, session_of(request, session_name(fields.metadata))),
         sampling=resolve_sampling(fields.generation_fields(), text.defaults, context.spec, -1),
         options=TextOptions(stop=tuple(fields.stop_sequences)),
         max_tokens=fields.max_tokens,
@@ -54,6 +55,6 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
     fields, _ = await read_request(request, CountTokensRequest, context.pool)
     context.check_model(fields.model)
     size = MAX_INT32 if request.content_length is None else request.content_length
-    prompt = await render(context, read_messages(fields, ""), size)
+    prompt = await render(context, read_messages(fields, Session()), size)
     count = len(context.checked_prompt(prompt.token_ids, "messages"))
     return web.Response(body=orjson.dumps({"input_tokens": count}), content_type="application/json")

@@ -15,6 +15,7 @@ from freetoken.serving.conversation import (
     ReasoningRequest,
     ResponseFormat,
     Role,
+    Session,
     TextPart,
     ToolCallPart,
     ToolReferencePart,
@@ -26,7 +27,7 @@ from freetoken.serving.openai_schema import shown
 from freetoken.serving.tools import ToolChoice, ToolSpec
 
 
-def read_messages(fields: CountTokensRequest, session: str) -> Conversation:
+def read_messages(fields: CountTokensRequest, session: Session) -> Conversation:
     """The conversation of a request. Raises ``ApiError`` (400)."""
     turns: list[Turn] = []
     if fields.system:
@@ -44,7 +45,7 @@ def read_messages(fields: CountTokensRequest, session: str) -> Conversation:
         parallel_tool_calls=parallel,
         reasoning=_reasoning(fields),
         response_format=_format(fields),
-        session_key=session,
+        session=session,
         continue_final=last.role == "assistant" and bool(last.parts) and isinstance(last.parts[-1], TextPart),
     )
 

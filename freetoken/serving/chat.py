@@ -11,7 +11,7 @@ from aiohttp import web
 from freetoken.serving.body import read_request
 from freetoken.serving.chat_reading import read_chat
 from freetoken.serving.choice import TextOptions
-from freetoken.serving.context import CONTEXT, FrontContext, session_key
+from freetoken.serving.context import CONTEXT, FrontContext, session_of
 from freetoken.serving.dialogue import ReplyPlan, start_reply
 from freetoken.serving.errors import ApiError, bad_value, openai_error_body
 from freetoken.serving.openai_format import chat_logprobs, usage_object
@@ -52,7 +52,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     count = fields.n or 1
     check_choices(count, context.limits, "n")
     plan = ReplyPlan(
-        conversation=read_chat(fields, raw, session_key(request, fields.prompt_cache_key)),
+        conversation=read_chat(fields, raw, session_of(request, fields.prompt_cache_key)),
         sampling=resolve_sampling(
             fields, text.defaults, context.spec, (fields.top_logprobs or 0) if fields.logprobs else -1
         ),

@@ -19,6 +19,7 @@ from freetoken.serving.conversation import (
     ReasoningRequest,
     ResponseFormat,
     Role,
+    Session,
     TextPart,
     ToolCallPart,
     ToolResultPart,
@@ -43,7 +44,7 @@ def warn_ignored(what: str, value: Any) -> None:
     logger.warning("event=request_part_ignored request=%s what=%s value=%s", REQUEST_ID.get(), what, shown(value))
 
 
-def read_chat(fields: ChatRequest, raw: Mapping[str, Any], session: str) -> Conversation:
+def read_chat(fields: ChatRequest, raw: Mapping[str, Any], session: Session) -> Conversation:
     """The conversation of a request; ``raw`` is its body as it came. Raises ``ApiError`` (400)."""
     for name in fields.chat_template_kwargs or {}:
         if name in RESERVED_NAMES:
@@ -63,7 +64,7 @@ def read_chat(fields: ChatRequest, raw: Mapping[str, Any], session: str) -> Conv
         reasoning=_reasoning(fields),
         response_format=_format(fields.response_format),
         template_variables=fields.chat_template_kwargs or {},
-        session_key=session,
+        session=session,
         add_generation_prompt=fields.add_generation_prompt is not False,
         continue_final=bool(fields.continue_final_message) and turns[-1].role == "assistant",
     )
@@ -220,8 +221,7 @@ def _choice(given: Any, tools: Sequence[ToolSpec]) -> ToolChoice:
 def _allowed(body: Any, tools: Sequence[ToolSpec]) -> ToolChoice:
     names: list[str] = []
     for entry in body.get("tools", []) if isinstance(body, dict) else []:
-        kind = entry.get("type") if isinstance(entry, dict) else None
-        inner = entry.get(kind, entry) if isinstance(kind, str) else entry
+        inner = entry.get(entry.get("type"), entry) if isinstance(entry, dict) else None
         name = inner.get("name") if isinstance(inner, dict) else None
         if isinstance(name, str):
             names.append(name)

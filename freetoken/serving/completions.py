@@ -11,7 +11,7 @@ from aiohttp import web
 
 from freetoken.serving.body import read_request
 from freetoken.serving.choice import ChoiceDelta, TextOptions
-from freetoken.serving.context import CONTEXT, FrontContext, session_key
+from freetoken.serving.context import CONTEXT, FrontContext, session_of
 from freetoken.serving.errors import ApiError, openai_error_body, unsupported
 from freetoken.serving.generation import Generation, SequencePlan
 from freetoken.serving.openai_format import completion_logprobs, usage_object
@@ -37,7 +37,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         skip_special_tokens=fields.skip_special_tokens is not False,
     )
     generation = context.generator.start(
-        sequences, text, options, arrived_s, session_key(request, fields.prompt_cache_key)
+        sequences, text, options, arrived_s, session_of(request, fields.prompt_cache_key)
     )
     echoes = [_echo(text, prompt) for prompt in fields.prompt] if fields.echo else [""] * len(fields.prompt)
     dialect = CompletionDialect(context, text, fields, generation, echoes)

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from freetoken.launch_spec import LaunchSpec
 from freetoken.serving.constraints import Constraints
+from freetoken.serving.conversation import Session
 from freetoken.serving.dialogue import Dialogue
 from freetoken.serving.errors import bad_value, model_not_found, unavailable
 from freetoken.serving.generation import Generator
@@ -37,7 +38,7 @@ SESSION_HEADERS = (
     "x-claude-code-session-id",
     "x-deepseek-harness-session-id",
 )
-AGENT_HEADER = "x-claude-code-agent-id"
+AGENT_HEADERS = ("x-claude-code-agent-id", "x-openai-subagent")
 """A sub-agent's conversation is another one than that of its session."""
 
 
@@ -110,10 +111,10 @@ class FrontContext:
 CONTEXT: web.AppKey[FrontContext] = web.AppKey("context", FrontContext)
 
 
-def session_key(request: web.Request, explicit: str | None) -> str:
-    """What ties requests of one conversation together, if the client says so."""
+def session_of(request: web.Request, explicit: str | None) -> Session:
+    """Which conversation a request belongs to, if the client says so."""
     names = (request.headers.get(name, "") for name in SESSION_HEADERS)
     key = explicit or next(filter(None, names), "")
-    agent = request.headers.get(AGENT_HEADER, "")
+    agent = next(filter(None, (request.headers.get(name, "") for name in AGENT_HEADERS)), "")
     whole = f"{key}/{agent}" if agent else key
-    return whole[:512].encode(errors="replace").decode()
+    return Session(whole[:512].encode(errors="replace").decode(), is_side=bool(agent))

@@ -109,11 +109,26 @@ class ResponseFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class Session:
+    """What a client says of the conversation that a request belongs to. ``key`` ties its requests together; empty when
+    nothing does. ``is_side``: it is a sub-agent's, for which another conversation waits."""
+
+    key: str = ""
+    is_side: bool = False
+
+    def comes_back(self, has_tools: bool) -> bool | None:
+        """Whether a request of it is to be expected that goes on with this one; None: there is no telling. Agents ask
+        without tools for titles and the like, once."""
+        if self.is_side:
+            return False
+        return True if self.key and has_tools else None
+
+
+@dataclass(frozen=True, slots=True)
 class Conversation:
     """One request. ``continue_final`` asks for the continuation of the last (assistant) turn instead of a new one.
 
-    ``template_variables`` are further names for the chat template. ``session_key`` ties the requests of a conversation
-    together; empty when the client sends nothing that does.
+    ``template_variables`` are further names for the chat template.
     """
 
     turns: tuple[Turn, ...]
@@ -123,7 +138,7 @@ class Conversation:
     reasoning: ReasoningRequest = field(default_factory=ReasoningRequest)
     response_format: ResponseFormat = field(default_factory=ResponseFormat)
     template_variables: Mapping[str, Any] = field(default_factory=dict)
-    session_key: str = ""
+    session: Session = Session()
     add_generation_prompt: bool = True
     continue_final: bool = False
 

@@ -124,7 +124,9 @@ async def start_reply(context: FrontContext, plan: ReplyPlan, arrived_s: float) 
     sampling = replace(plan.sampling, constraint=constraint)
     sequences = [SequencePlan(ids, for_choice(sampling, max_tokens, plan.seed, index)) for index in range(plan.count)]
     options = replace(plan.options, keep_special_ids=dialogue.kept_ids)
-    generation = context.generator.start(sequences, text, options, arrived_s, conversation.session_key)
+    generation = context.generator.start(
+        sequences, text, options, arrived_s, conversation.session, bool(conversation.tools)
+    )
     tools = () if conversation.tool_choice.mode == "none" else prompt.toolset.flat
     reply = Reply(
         generation,

@@ -20,6 +20,7 @@ from freetoken.messages import (
     TokenDelta,
 )
 from freetoken.serving.choice import ChoiceDelta, ChoiceState, Finish, TextOptions
+from freetoken.serving.conversation import Session
 from freetoken.serving.errors import ApiError, from_failure, unavailable
 from freetoken.serving.metrics import FrontMetrics
 from freetoken.serving.request_id import REQUEST_ID
@@ -58,6 +59,7 @@ class Generation:
         sequences: Sequence[SequencePlan],
         choices: list[ChoiceState],
         session_key: str,
+        comes_back: bool | None,
         endpoint: Endpoint,
         streams: RequestStreams,
         gate: Gate,
@@ -71,6 +73,7 @@ class Generation:
         self._choices = choices
         self._by_id = {choice.request_id: choice for choice in choices}
         self._session_key = session_key
+        self._comes_back = comes_back
         self._endpoint = endpoint
         self._streams = streams
         self._gate = gate
@@ -92,6 +95,7 @@ class Generation:
                         prompt_token_ids=sequence.prompt_token_ids,
                         sampling=sequence.sampling,
                         session_key=self._session_key,
+                        comes_back=self._comes_back,
                     ),
                 )
                 submitted += 1
@@ -296,7 +300,8 @@ class Generator:
         text: TextModel,
         options: TextOptions,
         arrived_s: float,
-        session_key: str = "",
+        session: Session,
+        has_tools: bool = False,
     ) -> Generation:
         """A generation of these sequences, to be entered with ``async with``. ``arrived_s`` is ``time.monotonic()`` at
         the request's arrival."""
@@ -319,7 +324,8 @@ class Generator:
             request_id,
             sequences,
             choices,
-            session_key,
+            session.key,
+            session.comes_back(has_tools),
             self._endpoint,
             self._streams,
             self._gate,

@@ -91,6 +91,10 @@ async def test_sub_agents_have_a_session_of_their_own(checkpoint: Path) -> None:
         await site.post("/v1/messages", BODY, headers={**session, "x-claude-code-agent-id": "a"})
         await site.post("/v1/messages", {**BODY, "metadata": {"user_id": '{"session_id": "m"}'}})
         assert [request.session_key for request in site.scheduler.submitted] == ["s", "s/a", "m"]
+        tools = [{"name": "look", "input_schema": {"type": "object"}}]
+        await site.post("/v1/messages", {**BODY, "tools": tools}, headers=session)
+        await site.post("/v1/messages", {**BODY, "tools": tools})
+        assert [request.comes_back for request in site.scheduler.submitted] == [None, False, None, True, None]
 
 
 async def test_keepalives_are_events(checkpoint: Path) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from freetoken.cli.process import EngineProcess
 from freetoken.testing.agent_sessions import (
     FIRST,
     HABITS,
@@ -23,57 +21,41 @@ from freetoken.testing.agent_sessions import (
     requests_of_dsh,
     script_for,
 )
-from freetoken.testing.scripted_model import Script, write_scripted_model
 from tests.clients.programs import program_of
+from tests.e2e.scripted import ScriptedEngine, scripted_engine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.clients]
 
 KEY = "sk-of-the-test"
 
 
-@dataclass
-class ScriptedEngine:
-    """``model`` is where its script lies."""
-
-    process: EngineProcess
-    model: Path
-
-
-def scripted_engine(directory: Path, *arguments: str) -> Iterator[ScriptedEngine]:
-    model = write_scripted_model(directory / "tiny", Script())
-    settings = {
-        "server.port": 0,
-        "server.api_keys": f"[{KEY}]",
-        "kv.num_tokens": 300_000,
-        "max_context_tokens": 200_000,
-        "scheduler.max_num_batched_tokens": 2048,
-        "scheduler.prefill_chunk_tokens": 1024,
-        "experts.measure": "false",
-        "loader.cache_dir": directory / "cache",
-    }
-    flags = itertools.chain.from_iterable(("--set", f"{key}={value}") for key, value in settings.items())
-    with EngineProcess(
-        str(model), *flags, *arguments, module="freetoken.testing.scripted_launch", ready_timeout_s=180
-    ) as process:
-        yield ScriptedEngine(process, model)
+SETTINGS = {
+    "server__api_keys": f"[{KEY}]",
+    "kv__num_tokens": 300_000,
+    "max_context_tokens": 200_000,
+    "scheduler__max_num_batched_tokens": 2048,
+    "scheduler__prefill_chunk_tokens": 1024,
+}
 
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedEngine]:
-    yield from scripted_engine(tmp_path_factory.mktemp("local"), "--runtime", "local")
+    with scripted_engine(tmp_path_factory.mktemp("local"), "--runtime", "local", **SETTINGS) as engine:
+        yield engine
 
 
 @pytest.fixture
 def on_ray(tmp_path: Path) -> Iterator[ScriptedEngine]:
-    flags = ("--runtime", "ray", "--set", "ray.dashboard=false", "--set", "ray.namespace=scripted")
-    yield from scripted_engine(tmp_path, *flags)
+    ray = {"ray__dashboard": "false", "ray__namespace": "scripted"}
+    with scripted_engine(tmp_path, "--runtime", "ray", **SETTINGS, **ray) as engine:
+        yield engine
 
 
 def play(engine: ScriptedEngine, name: str, root: Path) -> str:
     """Two turns: the tool runs and the session resumes. Returns what the agent printed."""
     found = program_of(name)
-    script_for(name).write(engine.model)
-    session = AgentSession(name, found.program, root / name, engine.process.url, KEY, found.path)
+    engine.play(script_for(name))
+    session = AgentSession(name, found.program, root / name, engine.url, KEY, found.path)
     first = session.turn(FIRST)
     assert first.returncode == 0 and SAID[1] in first.stdout, (first.stdout[-3000:], first.stderr[-3000:])
     assert session.note.read_text() == TEXT

@@ -13,7 +13,7 @@ from aiohttp import web
 from freetoken.messages import SamplingParams
 from freetoken.serving.body import read_request
 from freetoken.serving.choice import TextOptions
-from freetoken.serving.context import CONTEXT, FrontContext, session_key
+from freetoken.serving.context import CONTEXT, FrontContext, session_of
 from freetoken.serving.conversation import Conversation
 from freetoken.serving.dialogue import ReplyPlan, start_reply
 from freetoken.serving.errors import ApiError, bad_value, unsupported
@@ -45,7 +45,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     items = resolve_references(input_items(fields.input), context.responses.item)
     size = MAX_INT32 if request.content_length is None else request.content_length
     size += sum(segment.size_bytes for segment in history)
-    session = session_key(request, fields.prompt_cache_key)
+    session = session_of(request, fields.prompt_cache_key)
     meaning = await context.run(size, lambda: read(fields, earlier, items, session))
     reply, sampling = await _start(context, fields, meaning.conversation, size, arrived_s)
     # Whoever knows an id can read the conversation: none may follow from another one.

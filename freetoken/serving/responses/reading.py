@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from freetoken.serving.conversation import Conversation, ReasoningRequest, ResponseFormat
+from freetoken.serving.conversation import Conversation, ReasoningRequest, ResponseFormat, Session
 from freetoken.serving.errors import bad_value, unsupported
 from freetoken.serving.openai_schema import shown
 from freetoken.serving.responses.items import join_turns, read_items
@@ -100,7 +100,7 @@ def with_ids(items: Sequence[Any], suffix: str) -> list[Any]:
     return out
 
 
-def read(fields: ResponsesRequest, history: Sequence[Item], items: Sequence[Any], session: str) -> ReadRequest:
+def read(fields: ResponsesRequest, history: Sequence[Item], items: Sequence[Any], session: Session) -> ReadRequest:
     """The meaning of a request: ``history`` is the conversation it continues, ``items`` its own input. Raises
     ``ApiError`` (400). Pure; takes time in proportion to the conversation."""
     table = ToolTable()
@@ -117,7 +117,7 @@ def read(fields: ResponsesRequest, history: Sequence[Item], items: Sequence[Any]
         reasoning=_reasoning(reasoning),
         response_format=_response_format(form),
         template_variables=fields.chat_template_kwargs or {},
-        session_key=session,
+        session=session,
     )
     stored = fields.store is not False
     sealed = SEALED_REASONING in (fields.include or ()) or not stored

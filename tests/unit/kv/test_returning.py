@@ -81,3 +81,24 @@ def test_any_order_keeps_the_tables_sound(requests, share, num_blocks):
         if not isinstance(plan, str):
             allocator.resize(plan)
             allocator.check_integrity()
+
+
+def admitted(allocator, name, tokens, comes_back):
+    """As ``run``, with what the request says of itself."""
+    tokens = tuple(tokens)
+    need = BlockNeed(name, 0, len(tokens), tokens, comes_back)
+    reply = allocator.apply(ReserveBlocks(1, 1, needs=(need,)))
+    allocator.apply(ReserveBlocks(1, 1, commits=(BlockCommit(name, len(tokens)),), releases=(name,)))
+    allocator.check_integrity()
+    return reply.grants[0].num_cached_tokens
+
+
+def test_a_conversation_may_be_expected_and_a_sub_agent_never_counts():
+    allocator = KVAllocator(16, BLOCK)
+    conversation = tuple(range(32))
+    admitted(allocator, "turn 1", conversation, True)
+    for i in range(8):
+        helper = tuple(side(i, 24))
+        assert admitted(allocator, f"helper {i}, turn 1", helper[:20], False) == 0
+        assert admitted(allocator, f"helper {i}, turn 2", helper, False) == 20
+    assert admitted(allocator, "turn 2", (*conversation, 7, 7), True) == 32
