@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from freetoken.serving.openai_schema import MAX_INT32, GenerationFields, read_stops
+from freetoken.serving.openai_schema import MAX_INT32, STOPS_SCHEMA, GenerationFields, read_stops
 
 
 class CountTokensRequest(BaseModel):
@@ -39,7 +39,7 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: int | None = Field(None, ge=1, le=MAX_INT32, description="Most tokens to generate.")
     stream: bool | None = Field(None, description="Answer as server-sent events.")
-    stop_sequences: Annotated[list[str], BeforeValidator(read_stops)] = Field(
+    stop_sequences: Annotated[list[str], BeforeValidator(read_stops), STOPS_SCHEMA] = Field(
         [], validate_default=False, description="Strings that end the output."
     )
     temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy.")

@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from freetoken import __version__
 from freetoken.messages import HealthState
 from freetoken.serving.access import KeyLimiter, check_key, check_origin, given_key
 from freetoken.serving.anthropic_format import anthropic_error_body
@@ -25,6 +26,7 @@ from freetoken.serving.completions import completions
 from freetoken.serving.context import CONTEXT, FrontContext
 from freetoken.serving.errors import RETRY_AFTER_LOADING_S, ApiError, internal, openai_error_body
 from freetoken.serving.metrics import CONTENT_TYPE, exposition
+from freetoken.serving.openapi import openapi_document
 from freetoken.serving.request_id import REQUEST_ID
 from freetoken.serving.responses.endpoint import (
     cancel_response,
@@ -51,6 +53,11 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     """``value`` as a JSON body. Numbers that JSON cannot write become null."""
     return web.Response(body=orjson.dumps(value), status=status, headers=headers, content_type="application/json")
+
+
+def printable(text: str) -> str:
+    """``text`` as JSON can carry it: surrogates, which stand for bytes of a path that are not UTF-8, are replaced."""
+    return text.encode(errors="replace").decode()
 
 
 async def models(request: web.Request) -> web.StreamResponse:
@@ -116,6 +123,11 @@ async def actors(request: web.Request) -> web.StreamResponse:
     return json_response({"object": "list", "actors": [actor_json(status) for status in statuses]})
 
 
+async def openapi(request: web.Request) -> web.StreamResponse:
+    """This interface as an OpenAPI 3.1 document."""
+    return json_response(openapi_document(ROUTES, __version__))
+
+
 async def cache_status(request: web.Request) -> web.StreamResponse:
     """Expert slots, KV blocks and the store: plan and present figures."""
     return json_response(await request.app[CONTEXT].engine.cache_status())
@@ -144,6 +156,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/", root),
     ("GET", "/health", health),
     ("GET", "/metrics", metrics),
+    ("GET", "/openapi.json", openapi),
 )
 
 
@@ -208,6 +221,8 @@ async def _answer(request: web.Request, handler: Handler, context: FrontContext)
     except Exception:
         logger.exception("event=request_failed request=%s path=%r", REQUEST_ID.get(), request.path)
         error = internal(REQUEST_ID.get())
+    error.message = printable(error.message)
+    error.param = None if error.param is None else printable(error.param)
     anthropic = request.path.startswith("/v1/messages") or "anthropic-version" in request.headers
     body = anthropic_error_body(error) if anthropic else openai_error_body(error)
     return json_response(body, error.status, {**headers, **error.headers})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from aiohttp import web
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from freetoken.errors import CapacityError, FreeTokenError, RebalanceBusyError
 from freetoken.messages import RebalanceWish
@@ -15,13 +15,15 @@ from freetoken.serving.errors import RETRY_AFTER_BUSY_S, ApiError, unavailable
 from freetoken.serving.status import decision_json
 from freetoken.units import parse_bytes
 
+_BYTES_SCHEMA = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}]})
+
 
 class RebalanceRequest(BaseModel):
     """Exactly one of the three."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    expert_bytes: Annotated[int, BeforeValidator(parse_bytes)] | None = Field(
+    expert_bytes: Annotated[int, BeforeValidator(parse_bytes), _BYTES_SCHEMA] | None = Field(
         None, ge=1, description="Memory of expert slots at most: bytes, or a text like 2GiB."
     )
     kv_tokens: int | None = Field(None, ge=1, description="Tokens that KV holds at least.")

@@ -221,7 +221,8 @@ def _choice(given: Any, tools: Sequence[ToolSpec]) -> ToolChoice:
 def _allowed(body: Any, tools: Sequence[ToolSpec]) -> ToolChoice:
     names: list[str] = []
     for entry in body.get("tools", []) if isinstance(body, dict) else []:
-        inner = entry.get(entry.get("type"), entry) if isinstance(entry, dict) else None
+        kind = entry.get("type") if isinstance(entry, dict) else None
+        inner = entry.get(kind, entry) if isinstance(kind, str) else entry
         name = inner.get("name") if isinstance(inner, dict) else None
         if isinstance(name, str):
             names.append(name)

@@ -6,9 +6,10 @@ docs/http.md.
 
 from __future__ import annotations
 
+import reprlib
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 MAX_CHOICES = 128
 MAX_STOPS = 32
@@ -19,10 +20,24 @@ MAX_INT32 = 2**31 - 1
 
 T = TypeVar("T")
 
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 8
+_SHORT.maxdict = _SHORT.maxlist = 32
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 200
+
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
+STOPS_SCHEMA = WithJsonSchema(
+    {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}, {"type": "null"}]}
+)
+"""What ``read_stops`` takes."""
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT = {"anyOf": [{"type": "string"}, _IDS]}
+PROMPT_SCHEMA = WithJsonSchema({"anyOf": [*_PROMPT["anyOf"], {"type": "array", "items": _PROMPT, "minItems": 1}]})
+
 
 def shown(value: Any) -> str:
-    """A value for an error message: short, on one line."""
-    text = repr(value)
+    """A value for an error message: short, on one line, whatever its size and depth."""
+    text = _SHORT.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -133,7 +148,7 @@ class GenerationFields(BaseModel):
     logit_bias: Annotated[dict[str, float] | None, AfterValidator(_logit_bias)] = Field(
         None, description="Token id to a bias from -100 to 100."
     )
-    stop: Annotated[list[str], BeforeValidator(read_stops)] = Field(
+    stop: Annotated[list[str], BeforeValidator(read_stops), STOPS_SCHEMA] = Field(
         [], validate_default=False, description=f"A string or up to {MAX_STOPS} strings that end the output."
     )
     stop_token_ids: list[int] | None = Field(None, max_length=1024, description="Further tokens that end the output.")
@@ -179,7 +194,7 @@ class ChatRequest(GenerationFields):
 class CompletionRequest(GenerationFields):
     """POST /v1/completions."""
 
-    prompt: Annotated[list[Any], BeforeValidator(_prompts)] = Field(
+    prompt: Annotated[list[Any], BeforeValidator(_prompts), PROMPT_SCHEMA] = Field(
         description="A string, a list of strings, token ids, or a list of lists of token ids."
     )
     echo: bool | None = Field(None, description="Put the prompt before the text.")

@@ -126,15 +126,17 @@ def build_tiny_model(name: str, *, seed: int = 0, dtype: str = "float32") -> Any
     return model
 
 
-def write_tiny_checkpoint(name: str, directory: str | Path, *, seed: int = 0, dtype: str = "float32") -> Path:
+def write_tiny_checkpoint(
+    name: str, directory: str | Path, *, seed: int = 0, dtype: str = "float32", chat_template: str = CHAT_TEMPLATE
+) -> Path:
     """Write model, tokenizer and chat template to ``directory``, ready to be launched. Returns the directory."""
     directory = Path(directory)
     build_tiny_model(name, seed=seed, dtype=dtype).save_pretrained(directory)
-    write_tiny_tokenizer(directory)
+    write_tiny_tokenizer(directory, chat_template)
     return directory
 
 
-def write_tiny_tokenizer(directory: str | Path) -> None:
+def write_tiny_tokenizer(directory: str | Path, chat_template: str = CHAT_TEMPLATE) -> None:
     """A byte-level BPE tokenizer whose ids are below ``VOCAB_SIZE``: any text encodes, any id decodes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -158,7 +160,7 @@ def write_tiny_tokenizer(directory: str | Path) -> None:
         "pad_token": SPECIAL_TOKENS[PAD_ID],
         "clean_up_tokenization_spaces": False,
         "model_max_length": _COMMON["max_position_embeddings"],
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
 

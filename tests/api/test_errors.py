@@ -435,3 +435,30 @@ async def test_request_ids(site: Site) -> None:
         assert response.headers["X-Request-Id"].startswith("req-")
     async with site.session.get("/v1/models", headers={"X-Request-Id": "bad id"}) as response:
         assert response.headers["X-Request-Id"].startswith("req-")
+
+
+async def test_bytes_that_are_not_utf8_in_field_names(site: Site) -> None:
+    """JSON with a lone surrogate is refused, and the refusal is JSON."""
+    body = b'{"model": "tiny", "prompt": "x", "\\ud800": -Infinity}'
+    status, answer = await site.post("/v1/completions", body)
+    assert (status, answer["error"]["param"]) == (400, "?")
+
+
+@pytest.mark.parametrize("entry", [{"type": ["function"]}, {"type": {}}, [], 7])
+async def test_an_allowed_tool_of_a_strange_type(site: Site, entry: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "ls"}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [entry]}}
+    status, answer = await site.chat(tools=tools, tool_choice=choice)
+    assert (status, answer["error"]["param"]) == (400, "tool_choice")
+
+
+async def test_a_value_too_deep_to_print(site: Site) -> None:
+    body = b'{"model": "tiny", "prompt": "x", "temperature": ' + b"[" * 900 + b"]" * 900 + b"}"
+    status, answer = await site.post("/v1/completions", body)
+    assert (status, answer["error"]["param"]) == (400, "temperature")
+    assert len(answer["error"]["message"]) < 300
+
+
+@pytest.mark.parametrize("value", [[], {}, True, "9" * 400, 1.5, None])
+async def test_quantities_of_strange_types(site: Site, value: Any) -> None:
+    assert (await site.post("/v1/cache/rebalance", {"expert_bytes": value}))[0] == 400

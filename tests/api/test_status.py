@@ -232,3 +232,10 @@ async def test_models(site: Site) -> None:
 def test_the_document_is_current() -> None:
     page = (ROOT / "docs" / "http.md").read_text()
     assert page == render(), "run: python -m freetoken.serving.document > docs/http.md"
+
+
+async def test_the_interface_describes_itself(site: Site) -> None:
+    status, document = await site.get("/openapi.json")
+    assert (status, document["openapi"]) == (200, "3.1.0")
+    for name in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+        assert "requestBody" in document["paths"][name]["post"]
