@@ -1,5 +1,5 @@
-"""What coding agents do with a whole engine: whether their tool runs, whether their session goes on, and how much of each
-request's prompt was cached. The model is scripted, so times are those of agents, front and scheduling, not of a model.
+"""What coding agents do with a whole engine: whether their tool runs, whether their session goes on, and how much of
+each request's prompt was cached. The model is scripted, so times are those of agents, front and scheduling.
 
     python bench/system/clients.py claude=PROGRAM codex=PROGRAM ... [--path DIR] [--out FILE]
 """
