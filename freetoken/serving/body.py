@@ -14,6 +14,7 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 from freetoken.serving.errors import ApiError, bad_value
+from freetoken.serving.json_depth import MAX_DEPTH, is_too_deep
 from freetoken.serving.openai_schema import shown
 
 M = TypeVar("M", bound=BaseModel)
@@ -45,6 +46,8 @@ def parse(data: bytes, model: type[M]) -> tuple[M, dict[str, Any]]:
         raise _malformed(data, error) from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the request body is {_kind(value)}; it must be a JSON object", "invalid_body")
+    if is_too_deep(value):
+        raise ApiError(400, f"the request body is nested deeper than {MAX_DEPTH} levels", "invalid_body")
     try:
         return model.model_validate(value), value
     except ValidationError as error:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from freetoken.serving.conversation import (
     Conversation,
     ImagePart,
@@ -25,6 +27,7 @@ from freetoken.serving.conversation import (
     ToolResultPart,
     Turn,
 )
+from freetoken.serving.json_depth import is_too_deep
 from freetoken.serving.template_traits import TemplateTraits
 from freetoken.serving.tools import ToolSpec
 from freetoken.serving.toolset import Toolset
@@ -118,8 +121,11 @@ def parsed_arguments(arguments: str, kind: str) -> Mapping[str, Any] | str:
 
 
 def parse_object(text: str) -> dict[str, Any] | None:
-    """A JSON object, its keys in order; None for anything else."""
+    """A JSON object, its keys in order and its integers exact; None for anything else, and for what no template could
+    write again: NaN, lone surrogates, deep nesting."""
     try:
+        if is_too_deep(orjson.loads(text)):
+            return None
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None

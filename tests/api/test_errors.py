@@ -453,7 +453,7 @@ async def test_an_allowed_tool_of_a_strange_type(site: Site, entry: Any) -> None
 
 
 async def test_a_value_too_deep_to_print(site: Site) -> None:
-    body = b'{"model": "tiny", "prompt": "x", "temperature": ' + b"[" * 900 + b"]" * 900 + b"}"
+    body = b'{"model": "tiny", "prompt": "x", "temperature": ' + b"[" * 190 + b"]" * 190 + b"}"
     status, answer = await site.post("/v1/completions", body)
     assert (status, answer["error"]["param"]) == (400, "temperature")
     assert len(answer["error"]["message"]) < 300
@@ -462,3 +462,49 @@ async def test_a_value_too_deep_to_print(site: Site) -> None:
 @pytest.mark.parametrize("value", [[], {}, True, "9" * 400, 1.5, None])
 async def test_quantities_of_strange_types(site: Site, value: Any) -> None:
     assert (await site.post("/v1/cache/rebalance", {"expert_bytes": value}))[0] == 400
+
+
+def nested(depth: int) -> str:
+    return '{"a": ' * depth + "1" + "}" * depth
+
+
+def earlier_call(arguments: str) -> list[dict[str, Any]]:
+    call = {"id": "c", "type": "function", "function": {"name": "ls", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "x"},
+    ]
+
+
+@pytest.mark.parametrize("depth", [100, 300, 1000])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_a_schema_nested_too_deep(checkpoint: Path, path: str, depth: int) -> None:
+    """What can be read but neither rendered nor returned is a request's fault."""
+    function = '"name": "ls", "parameters": ' + nested(depth)
+    tools = {
+        "/v1/chat/completions": '{"type": "function", "function": {' + function + "}}",
+        "/v1/messages": '{"name": "ls", "input_schema": ' + nested(depth) + "}",
+        "/v1/responses": '{"type": "function", ' + function + "}",
+    }
+    conversation = '"input": "hi"' if path == "/v1/responses" else '"messages": [{"role": "user", "content": "hi"}]'
+    body = '{"model": "tiny", "max_tokens": 2, ' + conversation + ', "tools": [' + tools[path] + "]}"
+    async with open_site(checkpoint, context_tokens=20_000) as site:
+        status, answer = await site.post(path, body.encode())
+    if depth < 200:
+        assert status == 200
+    else:
+        assert (status, answer["error"]["code"]) == (400, "invalid_body")
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', nested(900), nested(300), '{"a": NaN}', "[" * 5000])
+async def test_arguments_that_cannot_be_rendered_as_an_object(checkpoint: Path, arguments: str) -> None:
+    async with open_site(checkpoint, context_tokens=20_000) as site:
+        messages = earlier_call(arguments)
+        body = {"model": "tiny", "messages": messages, "max_tokens": 2}
+        assert (await site.post("/v1/chat/completions", body))[0] == 200
+        items = [
+            {"type": "function_call", "call_id": "c", "name": "ls", "arguments": arguments},
+            {"type": "function_call_output", "call_id": "c", "output": "x"},
+        ]
+        assert (await site.post("/v1/responses", {"model": "tiny", "input": items, "max_output_tokens": 2}))[0] == 200

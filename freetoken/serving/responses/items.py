@@ -6,13 +6,13 @@ names the place; an unknown kind is left out, with a warning in the log.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import orjson
 
+from freetoken.serving.canonical import parse_object
 from freetoken.serving.conversation import (
     ImagePart,
     ReasoningPart,
@@ -27,7 +27,7 @@ from freetoken.serving.conversation import (
 from freetoken.serving.errors import bad_value
 from freetoken.serving.openai_schema import shown
 from freetoken.serving.request_id import REQUEST_ID
-from freetoken.serving.responses.sealed import unseal
+from freetoken.serving.responses.sealed import MAX_REASONING_BYTES, unseal
 from freetoken.serving.responses.tools import TOOL_SEARCH, ToolTable
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,7 @@ class _Reader:
     def __init__(self, table: ToolTable) -> None:
         self._table = table
         self._warned: set[str] = set()
+        self._sealed_bytes = MAX_REASONING_BYTES
         self._readers: dict[str, Callable[[Mapping[str, Any], str], Turn | None]] = {
             "message": self._message,
             "reasoning": self._reasoning,
@@ -153,8 +154,10 @@ class _Reader:
 
     def _reasoning(self, item: Mapping[str, Any], path: str) -> Turn | None:
         sealed = item.get("encrypted_content")
-        text = unseal(sealed) if isinstance(sealed, str) else None
-        if text is None:
+        text = unseal(sealed, self._sealed_bytes) if isinstance(sealed, str) else None
+        if text is not None:
+            self._sealed_bytes -= len(text)
+        else:
             text = _texts(item.get("content"), f"{path}.content") or _texts(item.get("summary"), f"{path}.summary")
         if not text:
             return None
@@ -261,12 +264,8 @@ def _arguments(value: Any, path: str) -> Mapping[str, Any] | str:
         raise bad_value(f"{path} is {shown(value)}: it must be a string that holds a JSON object", path)
     if not value.strip():
         return {}
-    try:
-        orjson.loads(value)  # refuses NaN, lone surrogates and deep nesting, which json.loads does not
-        parsed = json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-    return parsed if isinstance(parsed, dict) else value
+    parsed = parse_object(value)
+    return value if parsed is None else parsed
 
 
 def _texts(parts: Any, path: str) -> str:

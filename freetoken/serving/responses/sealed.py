@@ -22,14 +22,15 @@ def seal(text: str) -> str:
     return PREFIX + base64.urlsafe_b64encode(packed).decode("ascii")
 
 
-def unseal(content: str) -> str | None:
-    """The text of what ``seal`` made; None for anything else (another server's content, or a damaged one)."""
+def unseal(content: str, max_bytes: int = MAX_REASONING_BYTES) -> str | None:
+    """The text of what ``seal`` made; None for anything else (another server's content, a damaged one, or one of more
+    than ``max_bytes``: a few bytes may unpack to very many)."""
     if not content.startswith(PREFIX):
         return None
     try:
         packed = base64.urlsafe_b64decode(content[len(PREFIX) :].encode("ascii"))
         unpacker = zlib.decompressobj()
-        data = unpacker.decompress(packed[CHECK_BYTES:], MAX_REASONING_BYTES)
+        data = unpacker.decompress(packed[CHECK_BYTES:], max(1, max_bytes))
         if not unpacker.eof or hashlib.sha256(data).digest()[:CHECK_BYTES] != packed[:CHECK_BYTES]:
             return None
         return data.decode("utf-8")

@@ -314,3 +314,13 @@ def test_namesakes_of_two_namespaces_are_told_apart() -> None:
 def test_required_needs_tools() -> None:
     with pytest.raises(ApiError, match="no tools to call"):
         read_choice("required", ToolTable())
+
+
+def test_sealed_reasoning_does_not_unpack_without_end() -> None:
+    """A few bytes may unpack to very many; one request has one bound for all its items."""
+    large = seal("a" * (10 * 1024**2))
+    items = [{"type": "reasoning", "summary": [{"text": "short"}], "encrypted_content": large} for _ in range(3)]
+    assert len(large) < 20_000
+    lengths = [len(part.text) for turn in turns(*items) for part in turn.parts if isinstance(part, ReasoningPart)]
+    assert lengths == [10 * 1024**2, 5, 5]
+    assert unseal(seal("abc"), 2) is None and unseal(seal("abc"), 3) == "abc"
