@@ -24,7 +24,7 @@ class ServerConfig(_Section):
     port: int = Field(8321, ge=0, le=65535, description="TCP port; 0 lets the system choose.")
     api_keys: tuple[str, ...] = Field((), description="Accepted bearer keys; empty means no authentication.")
     max_body_bytes: Bytes = Field(32 * 1024**2, description="Largest accepted request body.")
-    keepalive_s: float = Field(5.0, gt=0, description="Longest silence on a stream before a keep-alive comment.")
+    keepalive_s: float = Field(5.0, gt=0, description="Longest silence on a stream before a keep-alive.")
     max_tokens_default: int | None = Field(
         None, ge=1, description="max_tokens of requests that name none; unset means up to the context length."
     )

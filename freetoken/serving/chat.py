@@ -86,6 +86,7 @@ class ChatDialect:
         self._logprobs = bool(fields.logprobs)
         self._num_choices = reply.num_choices
         self._custom: dict[tuple[int, int], bool] = {}
+        self._under_way = list(range(reply.num_choices))
         self._include_usage = bool(fields.stream_options and fields.stream_options.include_usage)
         self._head = {
             "id": f"chatcmpl-{reply.request_id}",
@@ -106,7 +107,7 @@ class ChatDialect:
 
     def keepalive(self) -> bytes:
         """An event: some clients' timers do not see comments."""
-        return self._chunk(0, {})
+        return self._chunk(self._under_way[0], {}) if self._under_way else b""
 
     def begin(self) -> bytes:
         start = {"role": "assistant", "content": ""}
@@ -131,6 +132,7 @@ class ChatDialect:
             body = {"custom": {"input": news.arguments}} if custom else {"function": {"arguments": news.arguments}}
             return self._chunk(news.choice, {"tool_calls": [{"index": news.index, **body}]})
         if isinstance(news, ChoiceEnded):
+            self._under_way.remove(news.choice)
             return self._chunk(news.choice, {}, finish=news.reason)
         return b""
 

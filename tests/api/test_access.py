@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,18 @@ async def test_pages_of_other_origins_are_shut_out_unless_named(checkpoint: Path
                 assert response.headers["Access-Control-Allow-Origin"] == "http://app.example"
         other = {"Origin": "http://other.example", "x-api-key": "k"}
         assert (await site.post("/v1/messages", BODY, headers=other))[0] == 403
+
+
+async def test_a_page_whose_name_was_pointed_here_is_another_origin(checkpoint: Path) -> None:
+    """A name that resolves to this machine makes a foreign page look like one of ours."""
+    page = {"Origin": "http://rebound.example:8321", "Host": "rebound.example:8321"}
+    async with open_site(checkpoint) as site:
+        assert (await site.post("/v1/messages", BODY, headers=page))[0] == 403
+        for host in ("127.0.0.1:8321", "localhost:8321", "[::1]:8321", "192.168.1.7", "box.localhost"):
+            own = {"Origin": f"http://{host}", "Host": host}
+            assert (await site.post("/v1/messages", BODY, headers=own))[0] == 200, host
+    async with open_site(checkpoint, server={"allowed_origins": (page["Origin"],)}) as site:
+        assert (await site.post("/v1/messages", BODY, headers=page))[0] == 200
 
 
 async def test_requests_of_one_key_are_bounded(checkpoint: Path) -> None:
@@ -110,3 +123,22 @@ async def test_keepalives_are_events(checkpoint: Path) -> None:
             lines = [await response.content.readline() for _ in range(6)]
         assert b'"delta":{"role":"assistant","content":""}' in lines[0]
         assert all(b'"delta":{},' in line for line in lines[2::2])
+
+
+async def test_a_choice_that_has_ended_stays_ended(checkpoint: Path) -> None:
+    """Keep-alives belong to a choice that is still under way."""
+    async with open_site(checkpoint, server={"keepalive_s": 0.01}) as site:
+        site.scheduler.script = lambda request: None if request.request_id.endswith("-1") else site.script(request)
+        async with site.session.post("/v1/chat/completions", json={**BODY, "n": 2, "stream": True}) as response:
+            ended: set[int] = set()
+            silent = 0
+            while silent < 3:
+                line = await response.content.readline()
+                if not line.startswith(b"data: "):
+                    continue
+                (choice,) = json.loads(line[6:])["choices"]
+                assert choice["index"] not in ended
+                silent += bool(ended) and choice["delta"] == {}
+                if choice["finish_reason"] is not None:
+                    ended.add(choice["index"])
+        assert ended == {0}

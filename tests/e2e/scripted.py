@@ -1,4 +1,4 @@
-"""A whole engine with a scripted model, in a process of its own."""
+"""Whole engines with a scripted model, for the tests of this folder."""
 
 from __future__ import annotations
 
