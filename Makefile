@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev demo test ci format lint types layers native-test unit api actors e2e docs clean
+.PHONY: help install dev demo test ci format lint types layers native-test unit api actors e2e clients fix docs clean
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -69,6 +69,9 @@ native-test: dev ## C++ tests under AddressSanitizer and ThreadSanitizer
 
 unit api actors e2e: dev
 	$(BIN)/python -m pytest -q tests/$@
+
+clients: dev ## Run the real coding agents against the engine; downloads them (1.3 GB) into a cache
+	FREETOKEN_INSTALL_CLIENTS=all $(BIN)/python -m pytest -q -m clients
 
 fix: dev ## Reformat and apply safe lint fixes
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .

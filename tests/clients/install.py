@@ -1,8 +1,9 @@
 """Installing clients from their package registry into a cache outside the repository.
 
 ``FREETOKEN_CLIENTS_DIR`` is the cache (default: a folder of the user's in the system's temporary directory).
-``FREETOKEN_INSTALL_CLIENTS=0`` forbids to download: then only what is in the cache is used; ``all`` asks for clients
-that take long as well. A test that needs a client which cannot be had is skipped, and says why.
+Unless ``FREETOKEN_INSTALL_CLIENTS`` is set, nothing is downloaded: what is in the cache is used. ``1`` allows to
+download (some hundred MB for each client), ``all`` runs clients that take long as well. A test that needs a client
+which is not there is skipped, and says why.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def _installed(name: str, version: str, command: list[str], unpack: bool = False
     target = cache_dir() / f"{name.replace('/', '_')}-{version}"
     if target.is_dir():
         return target
-    if os.environ.get("FREETOKEN_INSTALL_CLIENTS") == "0":
-        pytest.skip(f"{name} {version} is not in {cache_dir()}, and FREETOKEN_INSTALL_CLIENTS=0 forbids to install it")
+    if os.environ.get("FREETOKEN_INSTALL_CLIENTS", "0") in ("", "0"):
+        pytest.skip(f"{name} {version} is not in {cache_dir()}; FREETOKEN_INSTALL_CLIENTS=1 downloads it")
     if shutil.which(command[0]) is None:
         pytest.skip(f"installing {name} needs {command[0]} on PATH")
     target.parent.mkdir(parents=True, exist_ok=True)

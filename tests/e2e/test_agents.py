@@ -77,7 +77,9 @@ def check_reuse(name: str, turns: list[Request]) -> None:
 
 
 @pytest.mark.parametrize("name", list(HABITS))
-def test_an_agent_works_and_goes_on(local: ScriptedEngine, name: str, tmp_path: Path) -> None:
+def test_an_agent_works_and_goes_on(request: pytest.FixtureRequest, name: str, tmp_path: Path) -> None:
+    program_of(name)  # no engine is started for an agent that is not there
+    local: ScriptedEngine = request.getfixturevalue("local")
     before = len(requests_in(local.process.log))
     play(local, name, tmp_path)
     requests = requests_in(local.process.log)[before:]
@@ -85,5 +87,7 @@ def test_an_agent_works_and_goes_on(local: ScriptedEngine, name: str, tmp_path: 
     assert all(request.outcome == "ok" for request in main_requests(requests))
 
 
-def test_an_agent_on_ray(on_ray: ScriptedEngine, tmp_path: Path) -> None:
+def test_an_agent_on_ray(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    program_of("dsh")
+    on_ray: ScriptedEngine = request.getfixturevalue("on_ray")
     check_reuse("dsh", requests_of_dsh(play(on_ray, "dsh", tmp_path)))
