@@ -21,8 +21,8 @@ from freetoken.testing.agent_sessions import (
     requests_of_dsh,
     script_for,
 )
+from freetoken.testing.scripted_engine import ScriptedEngine, scripted_engine
 from tests.clients.programs import program_of
-from tests.e2e.scripted import ScriptedEngine, scripted_engine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.clients]
 

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from freetoken.testing.scripted_engine import ScriptedEngine, scripted_engine
 from freetoken.testing.scripted_model import Line, Script
 from tests.e2e.conftest import get
-from tests.e2e.scripted import ScriptedEngine, scripted_engine
 
 pytestmark = pytest.mark.e2e
 

@@ -1,4 +1,4 @@
-"""Whole engines with a scripted model, for the tests of this folder."""
+"""A whole engine with a scripted model, in a process of its own."""
 
 from __future__ import annotations
 
