@@ -242,5 +242,8 @@ def build_app(context: FrontContext) -> web.Application:
     app[LIMITER] = KeyLimiter(context.spec.config.server.max_requests_per_key)
     app.on_response_prepare.append(_add_headers)
     for method, path, handler in ROUTES:
-        app.router.add_route(method, path, handler)
+        if method == "GET":
+            app.router.add_get(path, handler)  # answers HEAD too
+        else:
+            app.router.add_route(method, path, handler)
     return app

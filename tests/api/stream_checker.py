@@ -6,79 +6,20 @@ Each check takes the raw bytes of a response and returns complaints; none means 
 from __future__ import annotations
 
 import json
-import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from anthropic.types import Message, RawMessageStreamEvent
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from pydantic import BaseModel, ValidationError
+
+from .event_frames import event_classes, frames_of, strict
 
 OWN_FIELDS = frozenset({"reasoning_content", "freetoken"})
 """Deliberate extensions that no vendor's type knows."""
 
 
-@dataclass
-class Frame:
-    """One event: its ``event:`` line (or None) and its data."""
-
-    name: str | None
-    data: str
-
-
-def frames(raw: bytes) -> list[Frame]:
-    """Events of a stream; raises ``ValueError`` for one that does not end with a blank line."""
-    found: list[Frame] = []
-    parts = raw.replace(b"\r\n", b"\n").split(b"\n\n")
-    if parts.pop().strip():
-        raise ValueError("the stream ends inside an event")
-    for part in parts:
-        name, data = None, []
-        for line in part.decode().split("\n"):
-            key, _, value = line.partition(":")
-            if key == "event":
-                name = value.strip()
-            elif key == "data":
-                data.append(value.removeprefix(" "))
-        if data:
-            found.append(Frame(name, "\n".join(data)))
-    return found
-
-
-def _unknown_fields(value: Any, path: str = "") -> Iterator[str]:
-    if isinstance(value, BaseModel):
-        for name in value.model_extra or {}:
-            if name not in OWN_FIELDS:
-                yield f"{path}.{name}"
-        for name in type(value).model_fields:
-            yield from _unknown_fields(getattr(value, name, None), f"{path}.{name}")
-    elif isinstance(value, list):
-        for i, item in enumerate(value):
-            yield from _unknown_fields(item, f"{path}[{i}]")
-
-
-def strict(model: type[BaseModel], value: Any) -> tuple[Any, list[str]]:
-    """``value`` as the vendor's type, all its fields required and none unknown."""
-    try:
-        parsed = model.model_validate(value)
-    except ValidationError as error:
-        return None, [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]]
-    return parsed, [f"unknown field {name}" for name in _unknown_fields(parsed)]
-
-
-def _variants(annotation: Any) -> dict[str, type[BaseModel]]:
-    """The members of a union by their ``type``."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return dict.fromkeys(typing.get_args(annotation.model_fields["type"].annotation), annotation)
-    found: dict[str, type[BaseModel]] = {}
-    for argument in typing.get_args(annotation):
-        if not isinstance(argument, str) and (isinstance(argument, type) or typing.get_origin(argument) is not None):
-            found.update(_variants(argument))
-    return found
-
-
-MESSAGE_EVENTS = _variants(RawMessageStreamEvent)
+MESSAGE_EVENTS = event_classes(RawMessageStreamEvent)
 
 
 @dataclass
@@ -94,15 +35,14 @@ class ChatSeen:
 
 def check_chat(raw: bytes, wants_usage: bool = True) -> tuple[list[str], dict[int, ChatSeen]]:
     """Complaints about a chat stream, and what its choices said."""
-    complaints: list[str] = []
     choices: dict[int, ChatSeen] = {}
-    events = frames(raw)
+    events, complaints = frames_of(raw)
     if not events or events[-1].data != "[DONE]":
         complaints.append("no [DONE] at the end")
     ids: set[str] = set()
     usage = None
     for i, frame in enumerate(events[:-1]):
-        chunk, problems = strict(ChatCompletionChunk, json.loads(frame.data))
+        chunk, problems = strict(ChatCompletionChunk, json.loads(frame.data), OWN_FIELDS)
         complaints += [f"chunk {i}: {problem}" for problem in problems]
         if frame.name is not None:
             complaints.append(f"chunk {i} has an event line")
@@ -134,8 +74,8 @@ def _add_delta(seen: ChatSeen, choice: Any) -> Iterator[str]:
     if not seen.begun and delta.role != "assistant":
         yield "the first delta has no role"
     seen.begun = True
-    if seen.finish is not None and (delta.content or delta.tool_calls):
-        yield "a delta after the end"
+    if seen.finish is not None:
+        yield "the choice goes on after its end"
     seen.text += delta.content or ""
     seen.reasoning += (delta.model_extra or {}).get("reasoning_content") or ""
     for call in delta.tool_calls or []:
@@ -250,9 +190,9 @@ class MessageOrder:
 
 def check_messages(raw: bytes) -> tuple[list[str], MessageSeen]:
     """Complaints about a stream of the Anthropic dialect, and what it said."""
-    complaints: list[str] = []
     order = MessageOrder()
-    for i, frame in enumerate(frames(raw)):
+    frames, complaints = frames_of(raw)
+    for i, frame in enumerate(frames):
         event = json.loads(frame.data)
         kind = event.get("type")
         if frame.name != kind:
@@ -262,7 +202,7 @@ def check_messages(raw: bytes) -> tuple[list[str], MessageSeen]:
         if kind not in MESSAGE_EVENTS:
             complaints.append(f"event {i}: unknown type {kind!r}")
             continue
-        _, problems = strict(MESSAGE_EVENTS[kind], event)
+        _, problems = strict(MESSAGE_EVENTS[kind], event, OWN_FIELDS)
         complaints += [f"event {i} {kind}: {problem}" for problem in (*problems, *order.take(event))]
     if order.state != "stop":
         complaints.append(f"the stream ends in state {order.state}")
@@ -274,4 +214,4 @@ def check_messages(raw: bytes) -> tuple[list[str], MessageSeen]:
 
 def check_whole(kind: str, body: Any) -> list[str]:
     """Complaints about a body without streaming."""
-    return strict(ChatCompletion if kind == "chat" else Message, body)[1]
+    return strict(ChatCompletion if kind == "chat" else Message, body, OWN_FIELDS)[1]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from freetoken.testing.waiting import until
 
@@ -142,3 +145,40 @@ async def test_a_choice_that_has_ended_stays_ended(checkpoint: Path) -> None:
                 if choice["finish_reason"] is not None:
                     ended.add(choice["index"])
         assert ended == {0}
+
+
+async def test_logs_tell_nothing_of_what_was_said(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "freetoken")
+    secret = "hunter2"
+    call = {"id": f"id-{secret}", "type": "function", "function": {"name": "ls", "arguments": f'{{"a": "{secret}"}}'}}
+    chat = [
+        {"role": "system", "content": secret},
+        {"role": "assistant", "content": secret, "reasoning_content": secret, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": f"id-{secret}", "content": secret},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"http://{secret}.example/"}}]},
+    ]
+    headers = {"Authorization": f"Bearer {secret}", "x-session-id": secret}
+    async with open_site(checkpoint, server={"api_keys": (secret,)}, context_tokens=4096) as site:
+        site.reply = f"the answer is {secret}"
+        for stream in (False, True):
+            bodies = {
+                "/v1/chat/completions": {**BODY, "messages": chat, "stream": stream},
+                "/v1/messages": {**BODY, "system": secret, "stream": stream, "metadata": {"user_id": secret}},
+                "/v1/responses": {"model": "tiny", "input": secret, "instructions": secret, "stream": stream},
+            }
+            for path, body in bodies.items():
+                async with site.session.post(path, json=body, headers=headers) as response:
+                    assert response.status == 200, await response.text()
+                    await response.read()
+        wrong = {**BODY, "temperature": secret, "stop": [{"text": secret}]}
+        assert (await site.post("/v1/chat/completions", wrong, headers=headers))[0] == 400
+        assert (await site.post("/v1/chat/completions", BODY, headers={"x-api-key": f"{secret}-wrong"}))[0] == 401
+    assert "event=generation_ended" in caplog.text
+    assert secret not in caplog.text
+
+
+async def test_a_head_is_answered_where_a_get_is(checkpoint: Path) -> None:
+    async with open_site(checkpoint, server={"api_keys": ("k",)}) as site:
+        for path, status in (("/", 200), ("/health", 200), ("/v1/models", 401), ("/api/hello", 401)):
+            async with site.session.head(path) as response:
+                assert (response.status, await response.read()) == (status, b"")

@@ -20,7 +20,8 @@ from freetoken.testing.front_fakes import scripted_reply, write_text_checkpoint
 from freetoken.testing.waiting import until
 
 from .conftest import Site, open_site
-from .sse_checker import check_response_body, check_responses, frames_of
+from .event_frames import frames_of
+from .responses_checker import check_response_body, check_responses
 
 PATH = "/v1/responses"
 FIXTURES = sorted((Path(__file__).parent.parent / "fixtures" / "clients" / "responses").glob("*.json"))

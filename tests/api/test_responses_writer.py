@@ -26,7 +26,8 @@ from freetoken.serving.responses.sealed import unseal
 from freetoken.serving.responses.writer import ResponseWriter, WriterOptions, failure_object
 from freetoken.serving.usage import Usage
 
-from .sse_checker import check_response_body, check_responses, frames_of
+from .event_frames import frames_of
+from .responses_checker import check_response_body, check_responses
 
 HEAD: dict[str, Any] = {
     "id": "resp_1",

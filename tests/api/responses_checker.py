@@ -1,4 +1,4 @@
-"""Checks raw event streams as the official SDKs and the agents read them.
+"""Checks raw event streams of the Responses dialect as the official SDK and the agents read them.
 
 Every event must be valid for the SDK's own pydantic class (the SDKs themselves construct leniently), carry no field
 that the class does not know, and keep the order that clients rely on. A check returns what is wrong, one line each;
@@ -8,13 +8,13 @@ an empty list is a good stream.
 from __future__ import annotations
 
 import json
-import typing
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
+
+from .event_frames import event_classes, frames_of, strict
 
 KNOWN_EXTRAS = frozenset({"store"})
 """Fields that the vendor's servers send although its SDK's classes do not have them."""
@@ -22,68 +22,10 @@ KNOWN_EXTRAS = frozenset({"store"})
 TERMINAL = ("response.completed", "response.incomplete", "response.failed")
 
 
-@dataclass(frozen=True)
-class Frame:
-    """One event: its ``event:`` line (None without one) and its joined ``data:`` lines."""
-
-    name: str | None
-    data: str
-
-
-def frames_of(raw: bytes) -> tuple[list[Frame], list[str]]:
-    """The frames of a whole stream, comments left out, and what is wrong with the framing."""
-    problems: list[str] = []
-    if raw and not raw.endswith(b"\n\n"):
-        problems.append("the stream ends inside an event")
-    frames: list[Frame] = []
-    for block in raw.decode("utf-8").split("\n\n"):
-        name: str | None = None
-        data: list[str] = []
-        for line in block.split("\n"):
-            if line.startswith("event:"):
-                name = line[6:].strip()
-            elif line.startswith("data:"):
-                data.append(line[5:].removeprefix(" "))
-            elif line and not line.startswith(":"):
-                problems.append(f"a line that is no field of an event: {line[:80]!r}")
-        if data:
-            frames.append(Frame(name, "\n".join(data)))
-    return frames, problems
-
-
-def event_classes(union: Any) -> dict[str, type[BaseModel]]:
-    """The classes of an SDK's union of events by their ``type``."""
-    if isinstance(union, type) and issubclass(union, BaseModel):
-        return dict.fromkeys(typing.get_args(union.model_fields["type"].annotation), union)
-    found: dict[str, type[BaseModel]] = {}
-    for member in typing.get_args(union):
-        if typing.get_args(member) or isinstance(member, type):
-            found.update(event_classes(member))
-    return found
-
-
-def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
-    """Fields that the vendor's classes do not have."""
-    if isinstance(value, BaseModel):
-        for name in set(value.model_extra or {}) - KNOWN_EXTRAS:
-            yield f"{path}.{name}"
-        for name in type(value).model_fields:
-            yield from unknown_fields(getattr(value, name, None), f"{path}.{name}")
-    elif isinstance(value, list):
-        for i, item in enumerate(value):
-            yield from unknown_fields(item, f"{path}[{i}]")
-
-
-def validated(model: type[BaseModel], data: Any, where: str, problems: list[str]) -> BaseModel | None:
+def validated(model: type[BaseModel], data: Any, where: str, problems: list[str]) -> Any:
     """``data`` as ``model``; what is wrong with it goes to ``problems``."""
-    try:
-        value = model.model_validate(data)
-    except ValidationError as error:
-        for mistake in error.errors()[:5]:
-            place = ".".join(str(part) for part in mistake["loc"])
-            problems.append(f"{where}: {place}: {mistake['msg']}")
-        return None
-    problems += [f"{where}: {name} is unknown to {model.__name__}" for name in unknown_fields(value)]
+    value, found = strict(model, data, KNOWN_EXTRAS)
+    problems += [f"{where}: {problem}" for problem in found]
     return value
 
 
