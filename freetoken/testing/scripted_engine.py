@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from freetoken.cli.process import EngineProcess
+from freetoken.testing.chat_templates import THINKING
 from freetoken.testing.scripted_model import Script, write_scripted_model
 
 
@@ -31,9 +32,11 @@ class ScriptedEngine:
 
 
 @contextlib.contextmanager
-def scripted_engine(directory: Path, *arguments: str, **settings: Any) -> Iterator[ScriptedEngine]:
+def scripted_engine(
+    directory: Path, *arguments: str, template: str = THINKING, **settings: Any
+) -> Iterator[ScriptedEngine]:
     """An engine that has said nothing yet. In ``settings`` two underscores stand for a dot."""
-    model = write_scripted_model(directory / "tiny", Script())
+    model = write_scripted_model(directory / "tiny", Script(), template=template)
     defaults = {"server.port": 0, "experts.measure": "false", "loader.cache_dir": directory / "cache"}
     chosen = {**defaults, **{key.replace("__", "."): value for key, value in settings.items()}}
     flags = itertools.chain.from_iterable(("--set", f"{key}={value}") for key, value in chosen.items())

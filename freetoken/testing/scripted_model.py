@@ -33,8 +33,8 @@ from freetoken.execution.step_executor import StepExecutor, StepUnderWay
 from freetoken.launch_spec import LaunchSpec
 from freetoken.messages import ActorName, StepPlan, StepRow
 from freetoken.models.decoder import DecoderBatch
+from freetoken.serving.dialogue import Dialogue
 from freetoken.serving.parsers import OutputFormat
-from freetoken.serving.parsers.select import format_for
 from freetoken.serving.tokenizer import Tokenizer, load_text_model
 from freetoken.testing.chat_templates import THINKING
 from freetoken.testing.checkpoint_files import CONFIGS, tiny_arrays, write_safetensors
@@ -105,8 +105,7 @@ class ScriptedVoice:
         self._directory = Path(launch.config.model)
         text = load_text_model(launch.checkpoint)
         self.tokenizer: Tokenizer = text.tokenizer
-        source = None if text.template is None else text.template.source
-        self._format: OutputFormat = format_for(launch.model.family, source)
+        self._format: OutputFormat = Dialogue.of(launch, text).output
         self._eos = launch.model.eos_token_ids[0]
         out = (self._id(piece) for piece in ('"', "}", "]", '"}', "{"))
         self.way_out = [self._eos, *(found for found in out if found is not None)]
@@ -125,6 +124,9 @@ class ScriptedVoice:
         line = self.script().choose(prompt)
         _, text = whole_output(self._format, line.reasoning, line.text, line.calls)
         begun = self._format.begun_turn(prompt[-_TAIL_CHARACTERS:])
+        thought = next((marks for marks in self._format.reasoning if begun.rstrip() == marks.begin), None)
+        if thought is not None and not text.startswith(begun):
+            text = f"{begun}{thought.end}\n\n{text}"
         return [*self.tokenizer.encode(text.removeprefix(begun), add_special_tokens=False), self._end(line)]
 
     def _end(self, line: Line) -> int:

@@ -22,6 +22,7 @@ from freetoken.testing.agent_sessions import (
     script_for,
 )
 from freetoken.testing.scripted_engine import ScriptedEngine, scripted_engine
+from freetoken.testing.scripted_model import Line, Script
 from tests.clients.programs import program_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.clients]
@@ -85,6 +86,33 @@ def test_an_agent_works_and_goes_on(request: pytest.FixtureRequest, name: str, t
     requests = requests_in(local.process.log)[before:]
     check_reuse(name, main_requests(requests))
     assert all(request.outcome == "ok" for request in main_requests(requests))
+
+
+def test_claude_code_runs_calls_in_parallel_and_a_sub_agent(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    found = program_of("claude")
+    local: ScriptedEngine = request.getfixturevalue("local")
+
+    def write(name: str) -> tuple[str, dict[str, str]]:
+        return ("Bash", {"command": f"echo {name} > {name}.txt", "description": f"Write {name}"})
+
+    helper = {"description": "Write c", "prompt": "as a helper, write c", "subagent_type": "general-purpose"}
+    local.play(
+        Script(
+            (
+                Line("write all of them", 0, "I begin.", "", (("Agent", helper), write("a"), write("b"))),
+                Line("write all of them", 1, "The helper is at work."),
+                Line("as a helper, write c", 0, "I write.", "", (write("c"),)),
+                Line("as a helper, write c", 1, "The helper is done."),
+            )
+        )
+    )
+    before = len(requests_in(local.process.log))
+    session = AgentSession("claude", found.program, tmp_path / "claude", local.url, KEY)
+    done = session.turn("write all of them")
+    assert done.returncode == 0, (done.stdout[-3000:], done.stderr[-3000:])
+    assert sorted(path.name for path in session.folder.iterdir()) == ["a.txt", "b.txt", "c.txt"]
+    requests = requests_in(local.process.log)[before:]
+    assert all(done.outcome == "ok" for done in requests) and len(requests) >= 4, requests
 
 
 def test_an_agent_on_ray(request: pytest.FixtureRequest, tmp_path: Path) -> None:
