@@ -177,7 +177,9 @@ class ChatRequest(GenerationFields):
         None,
         description="`auto`, `none` (tools are not shown to the model), `required`, `allowed_tools`, or a named tool.",
     )
-    parallel_tool_calls: bool | None = Field(None, description="False ends the answer after its first call.")
+    parallel_tool_calls: bool | None = Field(
+        None, description="False ends the answer where it goes on after its first call."
+    )
     response_format: dict[str, Any] | None = Field(
         None, description="Type `text`, `json_object`, `json_schema`, `regex` (`pattern`) or `grammar` (`grammar`)."
     )

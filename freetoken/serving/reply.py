@@ -184,12 +184,16 @@ class ReplyMessage:
 class ReplyOptions:
     """How a reply is told.
 
-    ``parallel_calls`` False ends a choice after its first call. A call is told as soon as it is complete, and one that
-    ``max_tokens`` cut is never seen.
+    ``parallel_calls`` False ends a choice where its model goes on after the first call. A call is told as soon as it is
+    complete, and one that ``max_tokens`` cut is never seen.
     """
 
     call_id_prefix: str = "call_"
     parallel_calls: bool = True
+
+
+MAX_SPACE = 64
+"""Characters of white space after the only call that is wanted, before the choice is ended."""
 
 
 class _Choice:
@@ -198,6 +202,9 @@ class _Choice:
     def __init__(self, index: int, parser: OutputParser, toolset: Toolset, options: ReplyOptions) -> None:
         self.message = ReplyMessage(index)
         self.complete = True
+        self.goes_on = False
+        """It makes more than the one call that is wanted."""
+        self._space_after = 0
         self._index = index
         self._parser = parser
         self._toolset = toolset
@@ -205,10 +212,11 @@ class _Choice:
         self._calls: dict[int, ReplyCall] = {}
         self._waiting: list[TokenLogprob] = []
 
-    @property
-    def satisfied(self) -> bool:
+    def _satisfied(self, events: list[ReplyEvent]) -> bool:
         """One call was made and no second one is wanted."""
-        return not self._options.parallel_calls and bool(self.message.calls)
+        return not self._options.parallel_calls and (
+            bool(self.message.calls) or any(isinstance(event, CallEnded) for event in events)
+        )
 
     def take(self, delta: ChoiceDelta) -> list[ReplyEvent]:
         """The events of a delta."""
@@ -231,13 +239,20 @@ class _Choice:
         called_to_end = len(self.message.calls) + sum(isinstance(event, CallEnded) for event in events)
         self.complete = self.complete and finish.stop_string is None and called_to_end == len(self._calls)
         called = any(isinstance(event, CallEnded) for event in events) or bool(self.message.calls)
+        if finish.reason == "length" and self._satisfied(events):
+            self.complete, finish = False, Finish("stop")
         reason: Literal["stop", "length", "tool_calls"] = "length" if finish.reason == "length" else "stop"
         events.append(ChoiceEnded(self._index, "tool_calls" if called and reason == "stop" else reason, finish))
 
     def _translate(self, output: Sequence[OutputEvent], events: list[ReplyEvent]) -> None:
         for item in output:
-            if not self._options.parallel_calls and any(isinstance(event, CallEnded) for event in events):
-                self.complete = False
+            if self._satisfied(events):
+                # The markup around the call is still to be closed, as the next turn's prompt shows it.
+                blank = isinstance(item, TextDelta) and not item.text.strip()
+                self._space_after += len(item.text) if isinstance(item, TextDelta) and blank else MAX_SPACE
+                if self._space_after < MAX_SPACE:
+                    continue
+                self.goes_on, self.complete = True, False
                 return
             if isinstance(item, TextDelta):
                 last = events[-1] if events else None
@@ -342,18 +357,14 @@ class Reply:
             if choice.message.ended is not None:
                 continue
             news = choice.take(delta)
-            if choice.message.ended is None and choice.satisfied:
-                news += self._end_early(choice, delta.index)
+            if choice.message.ended is None and choice.goes_on:
+                ended = ChoiceEnded(delta.index, "tool_calls", self._generation.end_choice(delta.index))
+                choice.message.add(ended)
+                news.append(ended)
             if choice.message.ended is not None and choice.complete and self._remember is not None:
                 self._remember(choice.message, self._generation.token_ids(delta.index))
             events += news
         return events
-
-    def _end_early(self, choice: _Choice, index: int) -> list[ReplyEvent]:
-        choice.complete = False
-        event = ChoiceEnded(index, "tool_calls", self._generation.end_choice(index))
-        choice.message.add(event)
-        return [event]
 
     async def settle(self) -> None:
         """After ``done``: wait briefly for the engine's last figures."""

@@ -191,6 +191,26 @@ async def test_without_parallel_calls_the_first_ends_the_choice(together: bool) 
     assert fake.ended_early == [0]
 
 
+@pytest.mark.parametrize(
+    ("rest", "told"), [("", True), ("\n \n", True), ("!b {}\n", False), ("so\n", False), (" " * 80 + "\n", False)]
+)
+async def test_the_only_call_is_remembered_if_nothing_else_was_said(rest: str, told: bool) -> None:
+    seen: list[Any] = []
+    deltas = [[ChoiceDelta(0, "!a {}\n")], *([ChoiceDelta(0, c)] for c in rest), [ChoiceDelta(0, finish=STOP)]]
+    reply, _ = reply_of(deltas, parallel_calls=False, remember=lambda *arguments: seen.append(arguments))
+    events = await events_of(reply)
+    assert [event.call.name for event in events if isinstance(event, CallEnded)] == ["a"]
+    assert isinstance(events[-1], ChoiceEnded) and events[-1].reason == "tool_calls"
+    assert not any(isinstance(event, TextPiece) for event in events)
+    assert bool(seen) == told
+
+
+async def test_the_only_call_counts_although_the_length_cuts_what_closes_it() -> None:
+    deltas = [[ChoiceDelta(0, "!a {}\n")], [ChoiceDelta(0, finish=Finish("length"))]]
+    reply, _ = reply_of(deltas, parallel_calls=False)
+    assert (await events_of(reply))[-1] == ChoiceEnded(0, "tool_calls", STOP)
+
+
 async def test_calls_are_named_as_the_client_named_them() -> None:
     tools = [ToolSpec("spawn", namespace="agents"), ToolSpec("patch", kind="custom")]
     reply, _ = reply_of([[ChoiceDelta(0, "!agents.spawn {}\n!patch *** Begin\n!other {}", finish=STOP)]], tools)
