@@ -12,7 +12,7 @@ from tokenizers import processors
 
 from freetoken.errors import CheckpointError
 from freetoken.serving.template import ChatTemplate, TemplateRefusedError
-from freetoken.serving.tokenizer import GenerationDefaults, load_text_model
+from freetoken.serving.tokenizer import RELEASING_CHARACTERS, GenerationDefaults, load_text_model
 from freetoken.testing.front_fakes import write_text_checkpoint
 
 MESSAGES: list[dict[str, Any]] = [
@@ -143,3 +143,14 @@ def test_tokens_known_only_to_the_configuration(tmp_path: Path) -> None:
     tokenizer = load_text_model(tmp_path).tokenizer
     assert tokenizer.encode("<think>", add_special_tokens=False) == [size]
     assert tokenizer.decode([size]) == "<think>"
+
+
+@pytest.mark.parametrize("specials", [True, False])
+def test_long_texts_have_the_ids_of_their_parts(tokenizer: Any, specials: bool) -> None:
+    """However long a text is, and in whatever way it is encoded."""
+    words = "the quick größe 你好 😀 0123 <|im_end|> fox\n"
+    parts = [words * n for n in (1, 10, 40)]
+    for part in parts:
+        raw = tokenizer._raw.encode(part, add_special_tokens=specials).ids
+        assert tokenizer.encode(part, specials) == raw
+    assert max(map(len, parts)) > RELEASING_CHARACTERS > min(map(len, parts))
