@@ -85,7 +85,10 @@ class CallGrammar:
     def _body(self, tool: ToolSpec) -> str:
         schema = CUSTOM_SCHEMA if tool.kind == "custom" else tool.schema
         body = self._syntax.body
-        if tool.grammar is not None and body != "tagged":  # its text stands inside of other notation
+        if tool.grammar is not None and body == "json" and tool.grammar.syntax == "regex":
+            text = {"type": "string", "pattern": f"^(?:{tool.grammar.definition})$"}
+            schema = {**CUSTOM_SCHEMA, "properties": {"input": text}}
+        elif tool.grammar is not None and body != "tagged":  # its text stands inside of other notation
             logger.warning("event=tool_grammar_ignored tool=%r calls=%s", tool.name, body)
         if body == "json":
             return self._json(schema or {"type": "object"}, tool.name, must_be_object=True)
