@@ -7,7 +7,7 @@ from pathlib import Path
 
 from freetoken.cli.agents.client import KEY_VARIABLE, Agent, ServedModel, Setup
 
-_PROFILE = "tui"
+_PROFILE = "web"
 
 
 def _prepare(model: ServedModel, home: Path) -> Setup:

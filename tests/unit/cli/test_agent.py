@@ -204,8 +204,8 @@ def test_dsh(tmp_path: Path) -> None:
     assert (provider["baseURL"], provider["apiKeyEnv"]) == (MODEL.url, KEY_VARIABLE)
     overlay = ["--patch", str(path)]
     assert setup.arrange(["headless", "--json", "x"]) == ["headless", *overlay, "--json", "x"]
-    assert setup.arrange([]) == ["tui", *overlay]
-    assert setup.arrange(["--help"]) == ["tui", *overlay, "--help"]
+    assert setup.arrange([]) == ["web", *overlay]
+    assert setup.arrange(["--help"]) == ["web", *overlay, "--help"]
 
 
 def test_the_private_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
