@@ -21,6 +21,7 @@ triton = pytest.importorskip("triton", reason="needs triton")
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU and not triton.knobs.runtime.interpret:
     pytest.skip("needs a CUDA device or TRITON_INTERPRET=1 in the environment", allow_module_level=True)
+SLOW_TO_INTERPRET = pytest.mark.skipif(not ON_GPU, reason="needs a GPU: the interpreter takes half a minute")
 
 from freetoken.execution.cuda import device_model  # noqa: E402
 from freetoken.execution.cuda.prefill_costs import PrefillCosts  # noqa: E402
@@ -77,8 +78,8 @@ class Stream:
 @pytest.mark.parametrize(
     ("places", "num_slots", "count", "staged"),
     [
-        (None, 6, 18, True),  # a whole layer fits each half
-        (10, 6, 18, True),  # it does not
+        pytest.param(None, 6, 18, True, marks=SLOW_TO_INTERPRET),  # a whole layer fits each half
+        pytest.param(10, 6, 18, True, marks=SLOW_TO_INTERPRET),  # it does not
         (0, 4, 18, False),  # no staging at all
         (None, 6, 9, False),  # few tokens: the CPU takes a share
     ],
@@ -203,7 +204,7 @@ def test_a_cancelled_chunk_leaves_nothing_behind(directory: Path) -> None:
         assert [result.rows[0].token_id] == tiny.oracle_greedy(PROMPT, 1)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("qwen3", marks=SLOW_TO_INTERPRET)])
 def test_the_scheduler_runs_a_prompt_beside_a_stream(directory: Path, name: str) -> None:
     tiny = load_tiny_checkpoint(name)
     launch = launch_of(name, directory, num_slots=6 if tiny.spec.is_moe else 0)
