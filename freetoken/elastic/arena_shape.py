@@ -33,7 +33,8 @@ class ArenaSplit:
 @dataclass(frozen=True, slots=True)
 class ArenaShape:
     """What does not change while the engine lives. ``max_slots``: records of the model; ``min_slots``: of one layer's
-    top-k. ``max_blocks`` and ``min_blocks`` likewise of KV."""
+    top-k. ``min_blocks``: of KV, whatever is asked for; ``context_blocks``: of one request of the longest context that
+    was announced, which no automatic decision takes away."""
 
     granule_bytes: int
     num_granules: int
@@ -43,6 +44,7 @@ class ArenaShape:
     max_slots: int
     min_slots: int
     min_blocks: int
+    context_blocks: int = 0
 
     @property
     def budget_bytes(self) -> int:
@@ -111,6 +113,7 @@ def plan_arena(spec: LaunchSpec) -> tuple[ArenaShape, ArenaSplit] | None:
         max_slots=len(model.moe_layers) * model.num_experts,
         min_slots=min(model.num_experts_per_tok, plan.num_slots),
         min_blocks=min(2, plan.num_kv_blocks),
+        context_blocks=min(-(-plan.max_context_tokens // plan.kv_block_size), plan.num_kv_blocks),
     )
     kv = shape.granules_for_blocks(plan.num_kv_blocks)
     if shape.num_granules < _LEAST_GRANULES or not shape.min_kv_granules <= kv <= shape.max_kv_granules:

@@ -166,6 +166,7 @@ def plan_auto(
         return ElasticDecision(shape.split(target), "kv_pressure", f"KV grows: {numbers}", cost, value)
     keep = max(
         shape.min_kv_granules,
+        shape.granules_for_blocks(shape.context_blocks),  # or prompts that were good at the start would be refused
         shape.granules_for_blocks(
             math.ceil(figures.peak_held_blocks * (1 + policy.reserve_share)) + HELD_MARGIN_BLOCKS
         ),

@@ -118,6 +118,12 @@ class RequestBook:
             f"({limits.num_kv_blocks} blocks of {limits.block_size}, kv.num_tokens)",
         )
 
+    def fail_oversized(self, now: float) -> None:
+        """KV has shrunk: end the requests that do not fit any more. They would preempt all others, and then starve."""
+        for request in list(self.live.values()):
+            if request.num_known_tokens > self.limits.kv_capacity_tokens:
+                self.fail(request, self._over_capacity(f"the request has {request.num_known_tokens} tokens"), now)
+
     # ------------------------------------------------------------------------------------------ progress
 
     def admit(self, request: Request, num_cached_tokens: int, now: float) -> None:

@@ -86,6 +86,7 @@ class Scheduler:
         self._ready: PlannedStep | None = None  # built together with the one before, not sent yet
         self._outstanding = OutstandingSteps(limits.step_timeout_s, limits.background_timeout_s)
         self._hold: ResizeHold | None = None
+        self._has_shrunk = False  # KV became smaller since the last attempt to plan
         self._next_step_id = 1
         self.last_step_id = 0
         self.steps_total = 0
@@ -155,6 +156,9 @@ class Scheduler:
                     return self._reservation(self._more_needs, now)
             elif self._wanted and not self._outstanding.is_full and not self._is_held:
                 self._wanted = False
+                if self._has_shrunk:
+                    self._has_shrunk = False
+                    self.book.fail_oversized(now)
                 needs = self._plan_needs()
                 if needs or self.ledger.is_due:
                     return self._reservation(needs, now)
@@ -204,6 +208,7 @@ class Scheduler:
     def set_num_kv_blocks(self, num_blocks: int) -> None:
         """KV has so many blocks from now on."""
         if num_blocks != self.limits.num_kv_blocks:
+            self._has_shrunk |= num_blocks < self.limits.num_kv_blocks
             self.limits = dataclasses.replace(self.limits, num_kv_blocks=num_blocks)
             self.book.set_limits(self.limits)
 

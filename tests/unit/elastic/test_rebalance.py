@@ -115,6 +115,17 @@ def test_kv_grows_under_pressure_and_comes_back_when_idle() -> None:
     assert plan_auto(shape, split, idle).split == split
 
 
+def test_idle_kv_that_the_longest_request_would_need_is_kept() -> None:
+    shape = ArenaShape(1 << 20, 100, 300_000, 20_000, 16, 10_000, min_slots=8, min_blocks=2, context_blocks=1000)
+    split = shape.split(40)
+    for _ in range(20):
+        split = plan_auto(shape, split, ElasticFigures(0.5, 0.6, 0.65, 1000, 0.2, peak_held_blocks=10)).split
+    assert split.kv_granules == shape.granules_for_blocks(1000) < 40
+    asked = plan_rebalance(shape, split, held_blocks=0, kv_tokens=500 * 16)  # an operator may want that
+    assert shape.blocks_in(asked.kv_granules) < 1000
+    assert plan_auto(shape, asked, ElasticFigures(0.5, 0.6, 0.65, 1000, 0.2)).split == asked
+
+
 def test_slots_that_are_worth_more_are_kept() -> None:
     shape = ArenaShape(1 << 20, 100, 300_000, 20_000, 16, max_slots=10_000, min_slots=8, min_blocks=2)
     current = shape.split(20)

@@ -117,6 +117,21 @@ def test_too_small_is_refused_and_nothing_changes():
     rig.check_baseline()
 
 
+def test_a_waiting_request_that_fits_no_more_is_told_so_and_disturbs_nobody():
+    rig = SchedulerRig(LIMITS)
+    sampling = SamplingParams(max_tokens=6, seed=0, temperature=0.0, ignore_eos=True)
+    for index in range(5):
+        rig.submit(f"r{index}", (1, 2, index % 4), sampling)
+    rig.cycle()
+    rig.submit("long", (1,) * 30, sampling)
+    assert rig.resize(8)
+    rig.drain()
+    failure = rig.endings.pop("long").failure
+    assert failure.kind == "context_length_exceeded" and "30 tokens; the KV cache holds 24 tokens" in failure.message
+    assert [ending.finish_reason for ending in rig.endings.values()] == [FinishReason.LENGTH] * 5
+    rig.check_baseline()
+
+
 def test_an_owner_that_never_answers_is_suspected():
     rig = SchedulerRig(LIMITS)
     scheduler = rig.scheduler
