@@ -14,6 +14,7 @@ from freetoken.serving.anthropic_schema import CountTokensRequest, MessagesReque
 from freetoken.serving.cache_control import RebalanceRequest
 from freetoken.serving.openai_schema import ChatRequest, CompletionRequest
 from freetoken.serving.responses.schema import ResponsesRequest
+from freetoken.serving.trace_control import TraceRequest
 
 BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
@@ -22,6 +23,7 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
     "/v1/cache/rebalance": RebalanceRequest,
+    "/v1/cache/trace": TraceRequest,
 }
 """What is posted where; other paths take no body."""
 

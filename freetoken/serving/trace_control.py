@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from aiohttp import web
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from freetoken.errors import ConfigError, FreeTokenError, TraceBusyError
 from freetoken.experts.trace_files import MIN_BYTES, find_trace
@@ -17,6 +17,8 @@ from freetoken.serving.body import read_request
 from freetoken.serving.context import CONTEXT, FrontContext
 from freetoken.serving.errors import ApiError, unavailable
 from freetoken.units import parse_bytes
+
+_BYTES_SCHEMA = WithJsonSchema({"anyOf": [{"type": "integer", "minimum": MIN_BYTES}, {"type": "string"}]})
 
 
 class TraceRequest(BaseModel):
@@ -30,7 +32,7 @@ class TraceRequest(BaseModel):
         description="start: of the new file in `experts.trace_dir`; letters, digits, `.`, `_`, `-`, and at the end "
         "`.routes`. Unset: chosen by the server.",
     )
-    max_bytes: Annotated[int, BeforeValidator(parse_bytes)] | None = Field(
+    max_bytes: Annotated[int, BeforeValidator(parse_bytes), _BYTES_SCHEMA] | None = Field(
         None, ge=MIN_BYTES, description="start: where recording ends, in bytes or as a text like 64MiB; unset: 256MiB."
     )
 

@@ -137,6 +137,7 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
     ],
     "/v1/messages/count_tokens": [{"messages": _BLOCKS, "tools": _ANTHROPIC_TOOLS, "system": "Be brief."}],
     "/v1/cache/rebalance": [{"kv_tokens": 64}, {"expert_bytes": "1MiB"}, {"auto": True}],
+    "/v1/cache/trace": [{"action": "start", "max_bytes": "64KiB"}, {"action": "stop"}],
 }  # fmt: skip
 """Path -> bodies without ``model``."""
 

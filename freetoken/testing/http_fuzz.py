@@ -79,7 +79,7 @@ class RequestFuzzer:
         if not seeds:
             return self._described(rng, path)
         body = copy.deepcopy(rng.choice(seeds))
-        if path != "/v1/cache/rebalance":
+        if not path.startswith("/v1/cache/"):
             body["model"] = self._model
             if "stream" in body:
                 body["stream"] = rng.random() < 0.5

@@ -31,6 +31,11 @@ def test_every_route_is_there_once(document: Any) -> None:
     assert all(operation["summary"] for methods in document["paths"].values() for operation in methods.values())
 
 
+def test_every_body_is_described(document: Any) -> None:
+    posts = {path for method, path, _ in ROUTES if method == "POST"}
+    assert posts - set(BODIES) == {"/v1/responses/{id}/cancel"}
+
+
 def test_every_reference_leads_somewhere(document: Any) -> None:
     schemas = document["components"]["schemas"]
 
@@ -57,6 +62,7 @@ def test_every_reference_leads_somewhere(document: Any) -> None:
         ("/v1/responses", {"model": "m", "input": "", "text": {"format": {"type": "json_schema", "schema": {}}}}),
         ("/v1/messages", {"model": "m", "messages": [{"role": "user", "content": "x"}], "stop_sequences": ["y"]}),
         ("/v1/cache/rebalance", {"expert_bytes": "2GiB"}),
+        ("/v1/cache/trace", {"action": "start", "max_bytes": "64MiB"}),
     ],
 )
 def test_forms_that_are_taken_are_described(document: Any, path: str, body: dict[str, Any]) -> None:
