@@ -195,8 +195,9 @@ class ExpertCacheService(Service):
         return self.slots
 
     async def set_split(self, split: str | float) -> None:
-        """Split every layer's misses this way from now on, also in later epochs (a lifecycle call: the Controller's):
-        by live rates ('auto'), or a share for the device to fetch ('fetch', 'cpu', 'q=0.3', or the number).
+        """Split every layer's misses this way from now on, also in later epochs (for whoever holds the service; no
+        message asks for it): by live rates ('auto'), or a share for the device to fetch ('fetch', 'cpu', 'q=0.3', or
+        the number).
 
         Raises ``ConfigError`` for anything else, and for a share outside 0..1.
         """
