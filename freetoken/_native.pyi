@@ -299,12 +299,13 @@ class Mailbox:
         regions (request, hidden, ids, weights, admit, plan_header, entries, routes, brief, slot_of, stamps,
         partial).
         ``X_field``: within a struct, of request_(seq, layer: u32; step_id: u64; num_tokens, top_k, flags: u32),
-        plan_(seq, num_hits, num_fetches, num_cpu, num_routes, num_admitted, num_evicted: u32), entry_(expert, kind,
-        source_slot, destination_slot, first_route, num_routes: i32) and stamps_client (i64 published, planned, own,
+        plan_(seq, num_hits, num_fetches, num_cpu, num_routes, num_admitted, num_evicted, num_split,
+        split_tiles: u32), entry_(expert, kind, source_slot, destination_slot, first_route, num_routes, first_tile,
+        num_tiles: i32) and stamps_client (i64 published, planned, own,
         part, seq, one after the other). ``request_bytes, plan_header_bytes, entry_bytes, stamps_bytes``: sizes.
-        ``flag_deterministic, flag_device_only, flag_device_client``, ``kind_hit, kind_fetch, kind_cpu``,
-        ``abort_NAME``: values. ``max_tokens, top_k, hidden, num_layers, num_experts, max_shared_tokens, route_rows (0,
-        1), max_entries``: geometry. ``version, total_bytes``.
+        ``flag_deterministic, flag_device_only, flag_device_client, flag_splittable``, ``kind_hit, kind_fetch,
+        kind_cpu``, ``abort_NAME``: values. ``max_tokens, top_k, hidden, num_layers, num_experts, max_shared_tokens,
+        route_rows (0, 1), max_entries``: geometry. ``version, total_bytes``.
         """
 
     def stamps(self) -> NDArray[np.int64]:
@@ -494,12 +495,14 @@ class CacheServer:
         record_bytes: Sequence[int],
         device_client: bool = False,
         fetchable: NDArray[np.bool_] | None = None,
+        num_tiles: Sequence[int] = (),
     ) -> None:
         """``in_place``: every expert is a hit read from the store (no slots). ``record_bytes`` [L] for the counters.
 
         ``device_client``: the client rings no bells (a GPU). The thread spins for ``spin_us`` after each ``notice`` and
         each publish, then naps; it never relies on being woken. ``fetchable`` [L, E]: records that the device can read
         in the store; the others go to CpuExecutor. None: it can read all.
+        ``num_tiles`` [L]: tiles of a record, where one may be split; empty: none is.
         """
 
     def start(self) -> None: ...

@@ -106,6 +106,8 @@ py::dict describe_layout(const Mailbox& mailbox) {
   d["plan_num_routes_field"] = offsetof(PlanHeader, num_routes);
   d["plan_num_admitted_field"] = offsetof(PlanHeader, num_admitted);
   d["plan_num_evicted_field"] = offsetof(PlanHeader, num_evicted);
+  d["plan_num_split_field"] = offsetof(PlanHeader, num_split);
+  d["plan_split_tiles_field"] = offsetof(PlanHeader, split_tiles);
 
   d["entry_bytes"] = sizeof(PlanEntry);
   d["entry_expert_field"] = offsetof(PlanEntry, expert);
@@ -114,6 +116,8 @@ py::dict describe_layout(const Mailbox& mailbox) {
   d["entry_destination_slot_field"] = offsetof(PlanEntry, destination_slot);
   d["entry_first_route_field"] = offsetof(PlanEntry, first_route);
   d["entry_num_routes_field"] = offsetof(PlanEntry, num_routes);
+  d["entry_first_tile_field"] = offsetof(PlanEntry, first_tile);
+  d["entry_num_tiles_field"] = offsetof(PlanEntry, num_tiles);
 
   d["stamps_bytes"] = sizeof(LayerStamps);
   d["stamps_client_field"] = offsetof(LayerStamps, client);
@@ -121,6 +125,7 @@ py::dict describe_layout(const Mailbox& mailbox) {
   d["flag_deterministic"] = static_cast<std::uint32_t>(kDeterministic);
   d["flag_device_only"] = static_cast<std::uint32_t>(kDeviceOnly);
   d["flag_device_client"] = static_cast<std::uint32_t>(kDeviceClient);
+  d["flag_splittable"] = static_cast<std::uint32_t>(kSplittable);
   d["kind_hit"] = static_cast<std::int32_t>(EntryKind::kHit);
   d["kind_fetch"] = static_cast<std::int32_t>(EntryKind::kFetch);
   d["kind_cpu"] = static_cast<std::int32_t>(EntryKind::kCpu);
@@ -490,7 +495,7 @@ void bind_servers(py::module_& m) {
   py::class_<CacheServer, std::shared_ptr<CacheServer>>(m, "CacheServer", py::is_final())
       .def(py::init([](std::shared_ptr<Mailbox> mailbox, std::shared_ptr<SlotTable> slots, double fetch_fraction,
                        bool in_place, int spin_us, std::vector<std::int64_t> record_bytes, bool device_client,
-                       const py::object& fetchable) {
+                       const py::object& fetchable, std::vector<std::int32_t> num_tiles) {
              std::vector<std::uint8_t> mask;
              if (!fetchable.is_none()) {
                const auto view = view_array<const bool>(fetchable, "fetchable", 2);
@@ -499,11 +504,12 @@ void bind_servers(py::module_& m) {
                mask.assign(view.data, view.data + view.size);
              }
              return std::make_shared<CacheServer>(std::move(mailbox), std::move(slots), fetch_fraction, in_place,
-                                                  spin_us, std::move(record_bytes), device_client, std::move(mask));
+                                                  spin_us, std::move(record_bytes), device_client, std::move(mask),
+                                                  std::move(num_tiles));
            }),
            py::arg("mailbox").none(false), py::arg("slots").none(false), py::arg("fetch_fraction"), py::arg("in_place"),
            py::arg("spin_us"), py::arg("record_bytes"), py::arg("device_client") = false,
-           py::arg("fetchable") = py::none())
+           py::arg("fetchable") = py::none(), py::arg("num_tiles") = std::vector<std::int32_t>{})
       .def("start", &CacheServer::start)
       .def("stop", &CacheServer::stop, py::call_guard<py::gil_scoped_release>())
       .def("notice", &CacheServer::notice)
@@ -553,6 +559,7 @@ void bind_servers(py::module_& m) {
              result["hits"] = c.hits;
              result["fetches"] = c.fetches;
              result["cpu"] = c.cpu;
+             result["split"] = c.split;
              result["admitted"] = c.admitted;
              result["evicted"] = c.evicted;
              result["fetched_bytes"] = c.fetched_bytes;

@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 #include <string>
 
@@ -24,12 +25,14 @@ double checked_fraction(double fraction) {
 
 CacheServer::CacheServer(std::shared_ptr<Mailbox> mailbox, std::shared_ptr<SlotTable> slots, double fetch_fraction,
                          bool in_place, int spin_us, std::vector<std::int64_t> record_bytes, bool device_client,
-                         std::vector<std::uint8_t> fetchable)
+                         std::vector<std::uint8_t> fetchable, std::vector<std::int32_t> num_tiles)
     : mailbox_(std::move(mailbox)),
       slots_(std::move(slots)),
       fetch_fraction_(checked_fraction(fetch_fraction)),
       in_place_(in_place),
       record_bytes_(std::move(record_bytes)),
+      num_tiles_(num_tiles.empty() ? std::vector<std::int32_t>(mailbox_->geometry().num_layers, 1)
+                                   : std::move(num_tiles)),
       wait_(device_client, spin_us),
       planner_(mailbox_->geometry(), mailbox_->max_entries(), std::move(fetchable)),
       route_log_(mailbox_->geometry().num_layers, kRouteLogBytes),
@@ -44,6 +47,15 @@ CacheServer::CacheServer(std::shared_ptr<Mailbox> mailbox, std::shared_ptr<SlotT
   if (record_bytes_.size() != g.num_layers) {
     throw std::invalid_argument("cache server: record_bytes has " + std::to_string(record_bytes_.size()) +
                                 " entries for " + std::to_string(g.num_layers) + " layers");
+  }
+  if (num_tiles_.size() != g.num_layers) {
+    throw std::invalid_argument("cache server: num_tiles has " + std::to_string(num_tiles_.size()) + " entries for " +
+                                std::to_string(g.num_layers) + " layers");
+  }
+  for (const std::int32_t tiles : num_tiles_) {
+    if (tiles < 1 || tiles > 0xffff) {
+      throw std::invalid_argument("cache server: num_tiles " + std::to_string(tiles) + " is not in 1..65535");
+    }
   }
   if (spin_us < 0) throw std::invalid_argument("cache server: spin_us " + std::to_string(spin_us) + " is negative");
 }
@@ -183,7 +195,11 @@ bool CacheServer::answer(std::uint32_t seq) {
       mailbox_->ids(),
       mailbox_->admit(),
       (request.flags & kDeviceOnly) != 0,
-      request.layer < record_bytes_.size() ? static_cast<double>(record_bytes_[request.layer]) : 0.0};
+      request.layer < record_bytes_.size() ? static_cast<double>(record_bytes_[request.layer]) : 0.0,
+      (request.flags & (kSplittable | kDeterministic)) == kSplittable && request.layer < num_tiles_.size() &&
+              request.num_tokens <= kDecodeTokens  // with more, part of a record is nothing
+          ? num_tiles_[request.layer]
+          : 1};
   AbortReason refusal = AbortReason::kNone;
   const bool wants_rows = (request.flags & kDeterministic) != 0;
   if (request.seq != seq || (wants_rows && mailbox_->geometry().route_rows == 0)) {
@@ -292,17 +308,20 @@ void CacheServer::count_timing(const LayerTiming& timing) {
 void CacheServer::count(int layer, const PlanHeader& plan) {
   hits_.add(plan.num_hits);
   fetches_.add(plan.num_fetches);
-  cpu_.add(plan.num_cpu);
+  const std::uint32_t num_cpu = plan.num_cpu - plan.num_split;
+  const auto bytes = [&](double records) { return std::llround(records * static_cast<double>(record_bytes_[layer])); };
+  cpu_.add(num_cpu);
+  split_.add(plan.num_split);
   admitted_.add(plan.num_admitted);
   evicted_.add(plan.num_evicted);
-  fetched_bytes_.add(plan.num_fetches * record_bytes_[layer]);
-  cpu_bytes_.add(plan.num_cpu * record_bytes_[layer]);
+  fetched_bytes_.add(bytes(plan.fetched_records(num_tiles_[layer])));
+  cpu_bytes_.add(bytes(plan.cpu_records(num_tiles_[layer])));
   publishes_.add(1);
   resident_.set(slots_->num_resident());
   in_flight_.set(slots_->num_in_flight());
   layers_[layer * 3].add(plan.num_hits);
   layers_[layer * 3 + 1].add(plan.num_fetches);
-  layers_[layer * 3 + 2].add(plan.num_cpu);
+  layers_[layer * 3 + 2].add(num_cpu);
 }
 
 CacheCounters CacheServer::counters() const {
@@ -312,6 +331,7 @@ CacheCounters CacheServer::counters() const {
                        cpu_.get(),
                        admitted_.get(),
                        evicted_.get(),
+                       split_.get(),
                        fetched_bytes_.get(),
                        cpu_bytes_.get(),
                        publishes_.get(),

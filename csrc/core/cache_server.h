@@ -36,8 +36,10 @@ struct TimingTotals {
   std::int64_t cpu = 0, cpu_ns = 0, start_ns = 0, wait_ns = 0, turn_ns = 0;
 };
 
+// hits + fetches + cpu are distinct experts: a record that is split by tiles counts as a fetch (and as `split`), and in
+// bytes by its shares.
 struct CacheCounters {
-  std::int64_t hits = 0, fetches = 0, cpu = 0, admitted = 0, evicted = 0;
+  std::int64_t hits = 0, fetches = 0, cpu = 0, admitted = 0, evicted = 0, split = 0;
   std::int64_t fetched_bytes = 0, cpu_bytes = 0;
   std::int64_t publishes = 0, resident = 0, in_flight = 0;
   std::int64_t plan_ns = 0;  // time spent on planning
@@ -48,11 +50,12 @@ class CacheServer {
  public:
   static constexpr std::size_t kRouteLogBytes = std::size_t{16} << 20;
 
-  // record_bytes: by layer. device_client: the client rings no bells. fetchable: see LayerPlanner. Throws
-  // std::invalid_argument when sizes of the parts do not match, or fraction is not in [0, 1].
+  // record_bytes: by layer. device_client: the client rings no bells. fetchable: see LayerPlanner. num_tiles: of the
+  // records, by layer, where one may be split; empty: none is. Throws std::invalid_argument when sizes of the parts do
+  // not match, or fraction is not in [0, 1].
   CacheServer(std::shared_ptr<Mailbox> mailbox, std::shared_ptr<SlotTable> slots, double fetch_fraction, bool in_place,
               int spin_us, std::vector<std::int64_t> record_bytes, bool device_client = false,
-              std::vector<std::uint8_t> fetchable = {});
+              std::vector<std::uint8_t> fetchable = {}, std::vector<std::int32_t> num_tiles = {});
   ~CacheServer();
   CacheServer(const CacheServer&) = delete;
   CacheServer& operator=(const CacheServer&) = delete;
@@ -117,6 +120,7 @@ class CacheServer {
   std::atomic<double> fetch_fraction_;
   const bool in_place_;
   const std::vector<std::int64_t> record_bytes_;
+  const std::vector<std::int32_t> num_tiles_;  // 1 where none is split
   ClientWait wait_;
   LayerPlanner planner_;
   RouteLog route_log_;
@@ -137,7 +141,7 @@ class CacheServer {
   std::atomic<bool> auto_split_{false};
   std::unique_ptr<Splits> splits_;  // of the server thread
 
-  Counter hits_, fetches_, cpu_, admitted_, evicted_, fetched_bytes_, cpu_bytes_, publishes_, resident_, in_flight_,
+  Counter hits_, fetches_, cpu_, split_, admitted_, evicted_, fetched_bytes_, cpu_bytes_, publishes_, resident_, in_flight_,
       plan_ns_;
   struct {
     Counter own, own_ns, cpu, cpu_ns, start_ns, wait_ns, turn_ns;

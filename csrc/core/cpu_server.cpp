@@ -36,7 +36,7 @@ CpuServer::CpuServer(std::shared_ptr<Mailbox> mailbox, std::shared_ptr<ExpertSto
   check_store_matches("cpu server", *store_, g);
   if (spin_us < 0) throw std::invalid_argument("cpu server: spin_us " + std::to_string(spin_us) + " is negative");
   const std::size_t max_routes = static_cast<std::size_t>(g.max_shared_tokens) * g.top_k;
-  jobs_.reserve(mailbox_->max_entries());
+  jobs_.reserve(mailbox_->entry_room());
   route_rows_.reset(new float[max_routes * g.hidden]);
   selected_.assign(max_routes, 0);
 }
@@ -103,7 +103,7 @@ bool CpuServer::run(const CpuShare& share) {
   const MailboxGeometry& g = mailbox_->geometry();
   const std::int64_t start = monotonic_ns();
   if (share.layer >= g.num_layers || share.num_tokens > g.max_shared_tokens || share.top_k > g.top_k ||
-      share.first_entry > mailbox_->max_entries() || share.num_entries > mailbox_->max_entries() - share.first_entry) {
+      share.first_entry > mailbox_->entry_room() || share.num_entries > mailbox_->entry_room() - share.first_entry) {
     return false;
   }
   const int layer = static_cast<int>(share.layer);
@@ -112,17 +112,21 @@ bool CpuServer::run(const CpuShare& share) {
   if (deterministic && g.route_rows == 0) return false;
   const PlanEntry* entries = mailbox_->entries() + share.first_entry;
   const std::int32_t* routes = mailbox_->routes();
+  const RecordLayout& layout = store_->layout(layer);
   jobs_.clear();
-  std::int64_t routes_run = 0;
+  std::int64_t routes_run = 0, tiles_run = 0;
   if (!deterministic) std::memset(selected_.data(), 0, num_routes);
   for (std::uint32_t i = 0; i < share.num_entries; ++i) {
     const PlanEntry& e = entries[i];
-    if (!is_sound(e, routes, store_->num_experts(), static_cast<std::int64_t>(num_routes))) return false;
+    if (!is_sound(e, routes, store_->num_experts(), layout.num_tiles, static_cast<std::int64_t>(num_routes))) {
+      return false;
+    }
     if (!deterministic) {
       for (std::int32_t r = e.first_route; r < e.first_route + e.num_routes; ++r) selected_[routes[r]] = 1;
     }
-    jobs_.push_back(
-        ExpertJob{store_->record(layer, e.expert), &store_->layout(layer), routes + e.first_route, e.num_routes});
+    jobs_.push_back(ExpertJob{store_->record(layer, e.expert), &layout, routes + e.first_route, e.num_routes,
+                              e.first_tile, e.num_tiles});
+    tiles_run += jobs_.back().tiles();
     routes_run += e.num_routes;
   }
   ExpertBatch batch;
@@ -137,7 +141,7 @@ bool CpuServer::run(const CpuShare& share) {
   add(experts_, share.num_entries);
   add(routes_, routes_run);
   add(layers_, 1);
-  add(bytes_, static_cast<std::int64_t>(share.num_entries) * store_->layout(layer).stride_bytes);
+  add(bytes_, tiles_run * layout.stride_bytes / layout.num_tiles);
   add(busy_ns_, monotonic_ns() - start);
   return true;
 }

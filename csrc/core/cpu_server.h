@@ -16,6 +16,7 @@
 
 namespace ft {
 
+// A record of which some tiles are run counts as an expert, and in bytes by its share.
 struct CpuCounters {
   std::int64_t experts = 0, routes = 0, layers = 0, bytes = 0, busy_ns = 0;
 };

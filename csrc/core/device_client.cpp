@@ -166,7 +166,7 @@ std::uint32_t DeviceClient::publish(const Call& c) {
   request.step_id = step_id_;
   request.num_tokens = static_cast<std::uint32_t>(c.num_tokens);
   request.top_k = static_cast<std::uint32_t>(c.top_k);
-  request.flags = deterministic_ ? static_cast<std::uint32_t>(kDeterministic) : 0;
+  request.flags = static_cast<std::uint32_t>(deterministic_ ? kDeterministic : kSplittable);
   const std::int64_t hidden_bytes = static_cast<std::int64_t>(c.num_tokens) * geometry().hidden * sizeof(float);
   copy_bytes(*pool_, mailbox_->hidden(), c.hidden, hidden_bytes);
   std::memcpy(mailbox_->ids(), c.ids, c.num_routes() * sizeof(std::int32_t));
@@ -231,9 +231,10 @@ void DeviceClient::fill_slots(int layer, const PlanHeader& plan) {
 // Hits from their slots (or in place), fetches from the slot they have just filled, or from the store.
 void DeviceClient::run_own_share(const Call& c, const PlanHeader& plan, float* route_rows) {
   const std::uint32_t num_own = plan.num_hits + plan.num_fetches;
-  bool sound = plan.num_entries() <= mailbox_->max_entries();
+  bool sound = plan.num_entries() <= mailbox_->entry_room();
   for (std::uint32_t i = 0; sound && i < num_own; ++i) {
-    sound = is_sound(mailbox_->entries()[i], mailbox_->routes(), store_->num_experts(), c.num_routes());
+    sound = is_sound(mailbox_->entries()[i], mailbox_->routes(), store_->num_experts(),
+                     store_->layout(c.layer).num_tiles, c.num_routes());
   }
   if (!sound) throw std::runtime_error("ExpertCache sent a plan that does not fit its publish");
   fill_slots(c.layer, plan);
@@ -246,7 +247,7 @@ void DeviceClient::run_own_share(const Call& c, const PlanHeader& plan, float* r
     const PlanEntry& e = entries[i];
     const std::int32_t from = e.source_slot >= 0 ? e.source_slot : e.destination_slot;
     const std::byte* record = from >= 0 ? slot(from, c.layer) : store_->record(c.layer, e.expert);
-    jobs_.push_back(ExpertJob{record, &layout, routes + e.first_route, e.num_routes});
+    jobs_.push_back(ExpertJob{record, &layout, routes + e.first_route, e.num_routes, e.first_tile, e.num_tiles});
     for (std::int32_t r = e.first_route; r < e.first_route + e.num_routes; ++r) selected_[routes[r]] = 1;
   }
   if (!jobs_.empty()) {
@@ -256,11 +257,11 @@ void DeviceClient::run_own_share(const Call& c, const PlanHeader& plan, float* r
   }
   counters_.hits += plan.num_hits;
   counters_.fetches += plan.num_fetches;
-  counters_.cpu += plan.num_cpu;
+  counters_.cpu += plan.num_cpu - plan.num_split;
   counters_.admitted += plan.num_admitted;
   counters_.evicted += plan.num_evicted;
-  counters_.fetched_bytes += plan.num_fetches * layout.stride_bytes;
-  counters_.cpu_bytes += plan.num_cpu * layout.stride_bytes;
+  counters_.fetched_bytes += std::llround(plan.fetched_records(layout.num_tiles) * layout.stride_bytes);
+  counters_.cpu_bytes += std::llround(plan.cpu_records(layout.num_tiles) * layout.stride_bytes);
   counters_.layer_steps += 1;
 }
 

@@ -29,6 +29,7 @@ class AnswerLate : public std::runtime_error {
   AnswerLate(const char* party, int layer, std::int64_t timeout_ns);
 };
 
+// hits + fetches + cpu are distinct experts: a split record counts as a fetch, and in bytes by its shares.
 struct StepCounters {
   std::int64_t hits = 0, fetches = 0, cpu = 0, admitted = 0, evicted = 0;
   std::int64_t fetched_bytes = 0, cpu_bytes = 0, layer_steps = 0;

@@ -50,7 +50,7 @@ std::int64_t units_per_tile(const RecordLayout& layout) {
   return (layout.tile_columns + kUnitColumns - 1) / kUnitColumns;
 }
 
-std::int64_t num_units(const RecordLayout& layout) { return layout.num_tiles * units_per_tile(layout); }
+std::int64_t num_units(const ExpertJob& job) { return job.tiles() * units_per_tile(*job.layout); }
 
 void check(std::span<const ExpertJob> jobs, const ExpertBatch& batch) {
   const std::int64_t num_routes = static_cast<std::int64_t>(batch.num_tokens) * batch.top_k;
@@ -58,6 +58,12 @@ void check(std::span<const ExpertJob> jobs, const ExpertBatch& batch) {
     if (job.layout->hidden != batch.hidden_size) {
       throw std::invalid_argument("record hidden size " + std::to_string(job.layout->hidden) +
                                   " differs from the batch's " + std::to_string(batch.hidden_size));
+    }
+    if (job.first_tile < 0 || job.num_tiles < 0 ||
+        std::int64_t{job.first_tile} + job.tiles() > job.layout->num_tiles) {
+      throw std::invalid_argument("tiles " + std::to_string(job.first_tile) + " to " +
+                                  std::to_string(std::int64_t{job.first_tile} + job.tiles()) + " are not within the record's " +
+                                  std::to_string(job.layout->num_tiles));
     }
     for (std::int32_t i = 0; i < job.num_routes; ++i) {
       if (job.routes[i] < 0 || job.routes[i] >= num_routes) {
@@ -89,7 +95,7 @@ class Plan {
     std::size_t budget = kMaxPartialBytes / row_bytes;
     for (std::size_t i = 0; i < order.size(); ++i) {
       const ExpertJob& job = *order[i];
-      const auto rows = static_cast<std::size_t>(num_units(*job.layout) * job.num_routes);
+      const auto rows = static_cast<std::size_t>(num_units(job) * job.num_routes);
       if (i < whole || job.num_routes > kMaxSplitRoutes || rows > budget) {
         for (std::int32_t r = 0; r < job.num_routes; r += static_cast<std::int32_t>(block_routes_)) {
           items_.push_back({&job, -1, r, std::min(job.num_routes - r, static_cast<std::int32_t>(block_routes_)), -1});
@@ -101,13 +107,13 @@ class Plan {
       }
     }
     for (const Item& item : split_) {
-      for (std::int64_t unit = 0; unit < num_units(*item.job->layout); ++unit) {
+      for (std::int64_t unit = 0; unit < num_units(*item.job); ++unit) {
         items_.push_back(
             {item.job, static_cast<std::int32_t>(unit), 0, item.num_routes, item.partial + unit * item.num_routes});
       }
     }
     for (const ExpertJob* job : order) {
-      work_ += static_cast<std::int64_t>(job->num_routes) * job->layout->intermediate * batch.hidden_size * 3;
+      work_ += static_cast<std::int64_t>(job->num_routes) * job->tiles() * job->layout->tile_columns * batch.hidden_size * 3;
     }
   }
 
@@ -151,7 +157,7 @@ class Worker {
       run_unit(item, item.unit, partials + item.partial * stride_, true, nullptr);
       return;
     }
-    const std::int64_t count = num_units(*item.job->layout);
+    const std::int64_t count = num_units(*item.job);
     for (std::int64_t unit = 0; unit < count; ++unit) {
       const std::byte* next =
           unit + 1 < count ? unit_address(*item.job, unit + 1) + item.job->layout->gate_offset : nullptr;
@@ -164,7 +170,7 @@ class Worker {
   void reduce(const Item& job, std::int32_t i, std::int64_t slice, const float* partials) {
     const std::int64_t begin = slice * kReduceSlice;
     const std::int64_t length = std::min(kReduceSlice, stride_ - begin);
-    const std::int64_t count = num_units(*job.job->layout);
+    const std::int64_t count = num_units(*job.job);
     for (std::int64_t unit = 0; unit < count; ++unit) {
       kernels_.add(partials + (job.partial + unit * job.num_routes + i) * stride_ + begin, length, unit == 0, sums_);
     }
@@ -188,7 +194,7 @@ class Worker {
     const RecordLayout& layout = *job.layout;
     const std::int64_t per_tile = units_per_tile(layout);
     const std::int64_t column = unit % per_tile * kUnitColumns;
-    return job.record + unit / per_tile * layout.tile_stride_bytes +
+    return job.first_byte() + unit / per_tile * layout.tile_stride_bytes +
            column * layout.hidden * static_cast<std::int64_t>(dtype_bytes(layout.dtype));
   }
 

@@ -10,12 +10,19 @@
 
 namespace ft {
 
-// One expert and the routes that chose it. A route index is t * top_k + k; its hidden row is t.
+// One expert, all of it or some tiles, and the routes that chose it. A route index is t * top_k + k; its hidden row is
+// t. A part's rows are its contribution: those of parts that make up the record add up to the whole's.
 struct ExpertJob {
   const std::byte* record = nullptr;
   const RecordLayout* layout = nullptr;
   const std::int32_t* routes = nullptr;
   std::int32_t num_routes = 0;
+  std::int32_t first_tile = 0;
+  std::int32_t num_tiles = 0;  // 0: all
+
+  std::int32_t tiles() const { return num_tiles > 0 ? num_tiles : layout->num_tiles; }
+  // Of the first tile that is run.
+  const std::byte* first_byte() const { return record + first_tile * layout->tile_stride_bytes; }
 };
 
 struct ExpertBatch {

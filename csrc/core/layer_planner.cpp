@@ -99,10 +99,18 @@ void LayerPlanner::order_admissions(int num_fetches) {
   });
 }
 
-// Of the misses in their order. Fills shares_.
-int LayerPlanner::choose_fetches(const PublishView& p, const SlotTable& slots, int num_fetchable, double fetch_fraction,
-                                 SplitPlanner* split) {
+// Of the misses in their order.
+LayerPlanner::Fetches LayerPlanner::choose_fetches(const PublishView& p, const SlotTable& slots, int num_fetchable,
+                                                   double fetch_fraction, SplitPlanner* split) {
   const int num_misses = static_cast<int>(misses_.size());
+  if (p.device_only) return Fetches{.whole = num_misses};
+  if (split == nullptr) {
+    Fetches fetches{.whole = std::min(num_fetchable, plan_num_fetches(fetch_fraction, num_misses))};
+    const int tiles = std::min(num_fetchable * p.num_tiles, plan_num_fetches(fetch_fraction, num_misses * p.num_tiles));
+    fetches.before = tiles / p.num_tiles;
+    fetches.tiles = tiles % p.num_tiles;
+    return fetches;
+  }
   miss_routes_.clear();
   std::int32_t miss_extra = 0;
   for (const std::int32_t i : misses_) {
@@ -110,24 +118,54 @@ int LayerPlanner::choose_fetches(const PublishView& p, const SlotTable& slots, i
     miss_extra += miss_routes_.back() - 1;
   }
   const int num_hits = static_cast<int>(uses_.size()) - num_misses;
-  const int hit_extra = total_routes_ - miss_extra - num_misses - num_hits;
-  int num_fetches = num_misses;
-  if (!p.device_only && split != nullptr) {
-    num_fetches = split->choose(LayerWork{.num_hits = num_hits,
-                                          .hit_extra = hit_extra,
-                                          .record_bytes = p.record_bytes,
-                                          .miss_routes = miss_routes_,
-                                          .num_fetchable = num_fetchable,
-                                          .num_free_slots = slots.num_free()});
-  } else if (!p.device_only) {
-    num_fetches = std::min(num_fetchable, plan_num_fetches(fetch_fraction, num_misses));
+  const LayerWork work{.num_hits = num_hits,
+                       .hit_extra = total_routes_ - miss_extra - num_misses - num_hits,
+                       .record_bytes = p.record_bytes,
+                       .miss_routes = miss_routes_,
+                       .num_fetchable = num_fetchable,
+                       .num_free_slots = slots.num_free(),
+                       .num_tiles = p.num_tiles};
+  const int whole = split->choose(work);
+  const int tiles = split->choose_tiles(work, whole);
+  return Fetches{whole, tiles / p.num_tiles, tiles % p.num_tiles};
+}
+
+// Gives slots to the best of those that are fetched. Decides whether a record is split after all; then the first
+// `before` misses are fetched whole and the next one in part.
+void LayerPlanner::admit_fetches(const PublishView& p, SlotTable& slots, Fetches& fetches, PlanHeader& header) {
+  const int count = fetches.tiles > 0 ? std::max(fetches.whole, fetches.before) : fetches.whole;
+  order_admissions(count);
+  for (int i = 0; i < count; ++i) {
+    ExpertUse& use = uses_[misses_[i]];
+    slots.admit(p.layer, use);
+    if (use.destination < 0) continue;
+    ++header.num_admitted;
+    if (i >= fetches.before) fetches.tiles = 0;
   }
-  std::int32_t fetch_extra = 0;
-  for (int i = 0; i < num_fetches; ++i) fetch_extra += miss_routes_[i] - 1;
-  shares_ = LayerShares{num_hits,      num_fetches, num_misses - num_fetches,
-                        hit_extra,     fetch_extra, miss_extra - fetch_extra,
-                        p.record_bytes};
-  return num_fetches;
+  if (fetches.tiles > 0) fetches.whole = fetches.before;
+}
+
+void LayerPlanner::note_shares(const PublishView& p, const Fetches& fetches) {
+  const int num_misses = static_cast<int>(misses_.size());
+  const int num_hits = static_cast<int>(uses_.size()) - num_misses;
+  const int num_split = fetches.tiles > 0 ? 1 : 0;
+  shares_ = LayerShares{.num_hits = num_hits,
+                        .num_fetches = fetches.whole,
+                        .num_cpu = num_misses - fetches.whole - num_split,
+                        .record_bytes = p.record_bytes};
+  shares_.hit_extra = total_routes_ - num_hits;
+  for (int m = 0; m < num_misses; ++m) {
+    const std::int32_t routes = routes_of_[uses_[misses_[m]].expert];
+    shares_.hit_extra -= routes;
+    if (m < fetches.whole) {
+      shares_.fetch_extra += routes - 1;
+    } else if (m == fetches.whole && num_split != 0) {
+      shares_.split_extra = routes - 1;
+    } else {
+      shares_.cpu_extra += routes - 1;
+    }
+  }
+  if (num_split != 0) shares_.split_part = static_cast<double>(fetches.tiles) / p.num_tiles;
 }
 
 AbortReason LayerPlanner::plan(const PublishView& p, SlotTable& slots, double fetch_fraction, bool in_place,
@@ -151,7 +189,7 @@ AbortReason LayerPlanner::plan(const PublishView& p, SlotTable& slots, double fe
   }
   const int num_misses = static_cast<int>(misses_.size());
   const bool refused = p.device_only && num_fetchable < num_misses;
-  int num_fetches = 0;
+  Fetches fetches;
   header.num_admitted = 0;
   unsettled_layer_ = -1;
   if (!in_place && num_misses == 0) {
@@ -160,23 +198,21 @@ AbortReason LayerPlanner::plan(const PublishView& p, SlotTable& slots, double fe
     slots.score_publish(p.layer, uses_, num_admitting_tokens_, num_run_tokens_);
     if (!refused) {
       order_misses(p, slots);
-      num_fetches = choose_fetches(p, slots, num_fetchable, fetch_fraction, split);
-      order_admissions(num_fetches);
-      for (int i = 0; i < num_fetches; ++i) {
-        ExpertUse& use = uses_[misses_[i]];
-        slots.admit(p.layer, use);
-        header.num_admitted += use.destination >= 0;
-      }
+      fetches = choose_fetches(p, slots, num_fetchable, fetch_fraction, split);
+      admit_fetches(p, slots, fetches, header);
+      note_shares(p, fetches);
     }
     slots.end_publish(p.layer, uses_);
   }
   if (!refused) {
     header.num_hits = static_cast<std::uint32_t>(uses_.size() - misses_.size());
-    header.num_fetches = static_cast<std::uint32_t>(num_fetches);
-    header.num_cpu = static_cast<std::uint32_t>(num_misses - num_fetches);
+    header.num_split = fetches.tiles > 0 ? 1 : 0;
+    header.split_tiles = static_cast<std::uint32_t>(fetches.tiles);
+    header.num_fetches = static_cast<std::uint32_t>(fetches.whole) + header.num_split;
+    header.num_cpu = static_cast<std::uint32_t>(num_misses - fetches.whole);
     header.num_routes = static_cast<std::uint32_t>(total_routes_);
     header.num_evicted = static_cast<std::uint32_t>(slots.evicted_total() - evicted_before);
-    write_entries(p, in_place, num_fetches, entries, routes);
+    write_entries(p, in_place, fetches, entries, routes);
   }
   forget_counts();
   return refused ? AbortReason::kNotFetchable : AbortReason::kNone;
@@ -189,14 +225,15 @@ void LayerPlanner::settle(SlotTable& slots) {
   unsettled_layer_ = -1;
 }
 
-void LayerPlanner::write_entries(const PublishView& p, bool in_place, int num_fetches, PlanEntry* entries,
+void LayerPlanner::write_entries(const PublishView& p, bool in_place, const Fetches& fetches, PlanEntry* entries,
                                  std::int32_t* routes) {
   std::int32_t first_route = 0;
   std::int32_t num_written = 0;
-  const auto write = [&](std::int32_t i, EntryKind kind) {
+  const auto write = [&](std::int32_t i, EntryKind kind, std::int32_t first_tile = 0, std::int32_t num_tiles = 0) {
     const ExpertUse& use = uses_[i];
     const std::int32_t num_routes = routes_of_[use.expert];
-    entries[num_written++] = PlanEntry{use.expert, kind, use.slot, use.destination, first_route, num_routes, {0, 0}};
+    entries[num_written++] = PlanEntry{use.expert, kind, use.slot, use.destination, first_route, num_routes,
+                                       first_tile, num_tiles};
     next_route_of_[use.expert] = first_route;
     first_route += num_routes;
   };
@@ -204,7 +241,14 @@ void LayerPlanner::write_entries(const PublishView& p, bool in_place, int num_fe
     if (in_place ? can_fetch_[i] : uses_[i].slot >= 0) write(static_cast<std::int32_t>(i), EntryKind::kHit);
   }
   for (std::size_t m = 0; m < misses_.size(); ++m) {
-    write(misses_[m], static_cast<int>(m) < num_fetches ? EntryKind::kFetch : EntryKind::kCpu);
+    const int whole = fetches.whole;
+    if (static_cast<int>(m) == whole && fetches.tiles > 0) {
+      write(misses_[m], EntryKind::kFetch, 0, fetches.tiles);
+      first_route -= entries[num_written - 1].num_routes;  // the CPU has the same routes
+      write(misses_[m], EntryKind::kCpu, fetches.tiles, p.num_tiles - fetches.tiles);
+      continue;
+    }
+    write(misses_[m], static_cast<int>(m) < whole ? EntryKind::kFetch : EntryKind::kCpu);
   }
   const std::int32_t num_ids = p.num_tokens * p.top_k;
   std::int32_t* const next_route_of = next_route_of_.data();

@@ -23,6 +23,7 @@ struct PublishView {
   const std::uint8_t* admit = nullptr;
   bool device_only = false;
   double record_bytes = 0.0;  // for the split
+  int num_tiles = 1;          // tiles of a record, where one may be split; 1: none is
 };
 
 // Not thread-safe; allocates in its constructor only.
@@ -34,7 +35,8 @@ class LayerPlanner {
 
   // Fills header (but for seq), entries and routes. in_place: experts are hits in the store and `slots` is not touched.
   // Records that are not fetchable go to the CPU unless a slot holds them. The misses are split by `fetch_fraction`, or
-  // by `split` when it is not null.
+  // by `split` when it is not null; one record by its tiles where that may be (see mailbox.h). One that has earned a
+  // slot is not split where it would be fetched otherwise: a part cannot fill a slot.
   //
   // kNone, or else why there is no plan: kBadPublish (a value is out of range; nothing has changed) or kNotFetchable
   // (the publish is device_only and names such a record).
@@ -53,9 +55,16 @@ class LayerPlanner {
   void forget_counts();
   void order_misses(const PublishView& publish, const SlotTable& slots);
   void order_admissions(int num_fetches);
-  int choose_fetches(const PublishView& publish, const SlotTable& slots, int num_fetchable, double fetch_fraction,
-                     SplitPlanner* split);
-  void write_entries(const PublishView& publish, bool in_place, int num_fetches, PlanEntry* entries,
+  // Of the misses: whole records to fetch, or those and the tiles of the next one that are fetched.
+  struct Fetches {
+    int whole = 0;
+    int before = 0, tiles = 0;  // tiles 0: no record is split
+  };
+  Fetches choose_fetches(const PublishView& publish, const SlotTable& slots, int num_fetchable, double fetch_fraction,
+                         SplitPlanner* split);
+  void admit_fetches(const PublishView& publish, SlotTable& slots, Fetches& fetches, PlanHeader& header);
+  void note_shares(const PublishView& publish, const Fetches& fetches);
+  void write_entries(const PublishView& publish, bool in_place, const Fetches& fetches, PlanEntry* entries,
                      std::int32_t* routes);
   bool is_fetchable(int layer, int expert) const {
     return fetchable_.empty() || fetchable_[static_cast<std::size_t>(layer) * geometry_.num_experts + expert] != 0;

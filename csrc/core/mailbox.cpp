@@ -65,7 +65,7 @@ MailboxOffsets plan_offsets(const MailboxGeometry& g) {
   o.weights = place(routes * sizeof(float));
   o.admit = place(tokens);
   o.plan_header = place(sizeof(PlanHeader));
-  o.entries = place(std::uint64_t{max_entries_of(g)} * sizeof(PlanEntry));
+  o.entries = place((std::uint64_t{max_entries_of(g)} + 1) * sizeof(PlanEntry));
   o.routes = place(routes * sizeof(std::int32_t));
   o.brief = place(kBriefPieces * sizeof(BriefPiece));
   o.slot_of = place(std::uint64_t{g.num_layers} * g.num_experts * sizeof(std::int32_t));
@@ -78,11 +78,13 @@ MailboxOffsets plan_offsets(const MailboxGeometry& g) {
 
 }  // namespace
 
-bool is_sound(const PlanEntry& e, const std::int32_t* routes, std::int32_t num_experts, std::int64_t num_routes) {
+bool is_sound(const PlanEntry& e, const std::int32_t* routes, std::int32_t num_experts, std::int32_t num_tiles,
+              std::int64_t num_routes) {
   if (e.expert < 0 || e.expert >= num_experts || e.first_route < 0 || e.num_routes < 0 ||
       std::int64_t{e.first_route} + e.num_routes > num_routes) {
     return false;
   }
+  if (e.first_tile < 0 || e.num_tiles < 0 || std::int64_t{e.first_tile} + e.num_tiles > num_tiles) return false;
   for (std::int32_t r = e.first_route; r < e.first_route + e.num_routes; ++r) {
     if (routes[r] < 0 || routes[r] >= num_routes) return false;
   }
@@ -190,10 +192,11 @@ Mailbox::Mailbox(std::shared_ptr<SharedSegment> segment)
 void Mailbox::write_brief(std::uint32_t seq, std::uint32_t top_k) {
   const PlanHeader& plan = plan_header();
   auto* pieces = at<BriefPiece>(offsets_.brief);
-  const auto put = [seq](BriefPiece& piece, std::uint32_t packed, std::int32_t slot) {
+  const auto put = [seq](BriefPiece& piece, std::uint32_t packed, std::int32_t slot,
+                         std::uint32_t tiles = 0) {
     piece.packed.store(packed, std::memory_order_relaxed);
     piece.slot.store(slot, std::memory_order_relaxed);
-    piece.tiles.store(0, std::memory_order_relaxed);
+    piece.tiles.store(tiles, std::memory_order_relaxed);
     piece.seq.store(seq, std::memory_order_release);
   };
   put(pieces[0], plan.num_hits | plan.num_fetches << 8 | plan.num_cpu << 16,
@@ -208,7 +211,8 @@ void Mailbox::write_brief(std::uint32_t seq, std::uint32_t top_k) {
     const auto route = static_cast<std::uint32_t>(routes()[entry.first_route]);
     put(pieces[1 + i],
         static_cast<std::uint32_t>(entry.expert) | route << 16 | static_cast<std::uint32_t>(entry.kind) << 24,
-        entry.kind == EntryKind::kHit ? entry.source_slot : entry.destination_slot);
+        entry.kind == EntryKind::kHit ? entry.source_slot : entry.destination_slot,
+        static_cast<std::uint32_t>(entry.first_tile) | static_cast<std::uint32_t>(entry.num_tiles) << 16);
   }
 }
 

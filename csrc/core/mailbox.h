@@ -16,7 +16,8 @@
 //   weights      f32 [T, K]                client       routing weights
 //   admit        u8  [T]                   client       AdmitFlag
 //   plan_header  PlanHeader                ExpertCache  counts
-//   entries      PlanEntry [D]             ExpertCache  distinct experts: hits, then fetches, then CPU
+//   entries      PlanEntry [D + 1]         ExpertCache  distinct experts: hits, then fetches, then CPU; one record may
+//                                                       be the last fetch and the first CPU entry, see below
 //   routes       i32 [T * K]               ExpertCache  route indices t * K + k, grouped by entry
 //   brief        BriefPiece [32]           ExpertCache  the plan of a publish of one token, see below
 //   slot_of      i32 [L, E]                ExpertCache  the slot in which a record can be read, or -1
@@ -44,9 +45,14 @@
 //
 // Without route_rows no publish may be kDeterministic.
 //
+// Of a publish with kSplittable one missed record may be split by tiles: the last fetch then has the tiles [0, t), no
+// destination, and num_tiles t; the first CPU entry is the same expert with the same routes and the tiles [t, N). The
+// device's result for those routes and the CPU's are to be added. D entries still hold all that the device runs.
+//
 // A plan of one token is also written in pieces that carry its number, so that a device, for which every look at host
 // memory is a trip over the bus, polls and reads at once: piece 0 has the counts, piece 1 + i is entry i. Every publish
-// of one token with K < 32 has one, and it is complete before `plan` is raised.
+// of one token with K < 32 has one, and it is complete before `plan` is raised. A split record's CPU entry may be
+// missing there: the pieces end with the K-th entry.
 //
 // Stamps are measurements, never part of the protocol: a party that skips a stage (a client that waits for no CPU
 // share) leaves the stamp of an earlier publish, so a difference counts only when it is positive and the stages are in
@@ -62,7 +68,7 @@
 namespace ft {
 
 inline constexpr char kMailboxMagic[8] = {'F', 'T', 'M', 'A', 'I', 'L', 'B', 'X'};
-inline constexpr std::uint32_t kMailboxVersion = 4;
+inline constexpr std::uint32_t kMailboxVersion = 5;
 inline constexpr std::uint32_t kBriefPieces = 32;
 inline constexpr std::uint32_t kRingCapacity = 16;
 
@@ -98,6 +104,7 @@ enum RequestFlags : std::uint32_t {
   kDeterministic = 1,  // the CPU share comes back as one row per route
   kDeviceOnly = 2,     // no CPU share: every miss is a fetch; the hidden rows are not written
   kDeviceClient = 4,   // the client rings no bells
+  kSplittable = 8,     // the client can run some tiles of a fetched record; not with the two first
 };
 
 // Of a token: whether it scores its experts, which may fill slots then. Tokens of a run follow each other in one
@@ -122,7 +129,8 @@ struct PlanEntry {
   std::int32_t destination_slot;  // -1: not admitted
   std::int32_t first_route;
   std::int32_t num_routes;
-  std::int32_t reserved[2];
+  std::int32_t first_tile;
+  std::int32_t num_tiles;  // 0: all of the record
 };
 static_assert(sizeof(PlanEntry) == 32);
 
@@ -134,8 +142,17 @@ struct PlanHeader {
   std::uint32_t num_routes;
   std::uint32_t num_admitted;
   std::uint32_t num_evicted;
+  std::uint32_t num_split;    // 1 when a record is both the last fetch and the first CPU entry
+  std::uint32_t split_tiles;  // of that record, those that are fetched
 
   std::uint32_t num_entries() const { return num_hits + num_fetches + num_cpu; }
+  // The split record by its shares; num_tiles: of a whole record.
+  double fetched_records(int num_tiles) const {
+    return static_cast<double>(num_fetches - num_split) + static_cast<double>(split_tiles) / num_tiles;
+  }
+  double cpu_records(int num_tiles) const {
+    return static_cast<double>(num_cpu) - static_cast<double>(split_tiles) / num_tiles;
+  }
 };
 
 // 16 bytes in one line, the number written last: whoever reads a piece at once and finds its number has all of it.
@@ -184,8 +201,10 @@ struct LayerStamps {
 };
 static_assert(sizeof(LayerStamps) == 256);
 
-// Whether an entry names an expert of the model and existing routes; false only when the segment was damaged.
-bool is_sound(const PlanEntry& entry, const std::int32_t* routes, std::int32_t num_experts, std::int64_t num_routes);
+// Whether an entry names an expert of the model, tiles of its record and existing routes; false only when the segment
+// was damaged.
+bool is_sound(const PlanEntry& entry, const std::int32_t* routes, std::int32_t num_experts, std::int32_t num_tiles,
+              std::int64_t num_routes);
 
 enum class AbortReason : std::uint32_t {
   kNone = 0,
@@ -217,7 +236,8 @@ class Mailbox {
   // max_shared_tokens is never 0 here.
   const MailboxGeometry& geometry() const { return geometry_; }
   const MailboxOffsets& offsets() const { return offsets_; }
-  std::uint32_t max_entries() const { return max_entries_; }
+  std::uint32_t max_entries() const { return max_entries_; }  // distinct experts
+  std::uint32_t entry_room() const { return max_entries_ + 1; }
 
   // The first reason stays. Wakes everyone; all present and future waits fall through.
   void abort(AbortReason reason = AbortReason::kRequested);

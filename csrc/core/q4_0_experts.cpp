@@ -54,7 +54,7 @@ class Plan {
     token_row_.assign(static_cast<std::size_t>(batch.num_tokens), -1);
     for (const ExpertJob& job : jobs) {
       if (job.num_routes <= 0) continue;
-      jobs_.push_back({&job, job.layout->intermediate / kQ4Block, 0, 0});
+      jobs_.push_back({&job, std::int64_t{job.tiles()} * job.layout->tile_columns / kQ4Block, 0, 0});
       for (std::int32_t i = 0; i < job.num_routes; ++i) {
         std::int32_t& row = token_row_[static_cast<std::size_t>(job.routes[i] / batch.top_k)];
         if (row >= 0) continue;
@@ -116,7 +116,7 @@ class Plan {
     const std::int64_t block = item - job->first_block;
     const RecordLayout& layout = *job->expert->layout;
     const std::int64_t per_tile = layout.tile_columns / kQ4Block;
-    const std::byte* tile = job->expert->record + block / per_tile * layout.tile_stride_bytes;
+    const std::byte* tile = job->expert->first_byte() + block / per_tile * layout.tile_stride_bytes;
     const std::int64_t row = block % per_tile * kQ4Block;
     const std::int64_t nibbles = row * layout.hidden / 2;
     const std::int64_t scales = row * (layout.hidden / kQ4Block) * 2;
@@ -155,8 +155,8 @@ class Plan {
     // This range's parts of the tiles are too far apart for the hardware to foresee.
     const std::int64_t part = count * per_tile * kQ4BlockBytes;
     const std::int64_t ahead = std::max<std::int64_t>(2, (kAheadBytes + part - 1) / part);
-    for (std::int64_t t = 0; t < std::min<std::int64_t>(ahead, layout.num_tiles); ++t) {
-      const std::byte* tile = job.expert->record + t * layout.tile_stride_bytes;
+    for (std::int64_t t = 0; t < std::min<std::int64_t>(ahead, job.expert->tiles()); ++t) {
+      const std::byte* tile = job.expert->first_byte() + t * layout.tile_stride_bytes;
       prefetch_range(tile + layout.down_offset + first * per_tile * kQ4BlockBytes, part);
       prefetch_range(tile + layout.down_scales_offset + first * per_tile * 2, part / 8);
     }
@@ -170,7 +170,7 @@ class Plan {
       }
       for (std::int64_t block = 0; block < job.num_blocks; ++block) {
         const std::int64_t at = first * per_tile + block % per_tile;
-        const std::byte* tile = job.expert->record + block / per_tile * layout.tile_stride_bytes;
+        const std::byte* tile = job.expert->first_byte() + block / per_tile * layout.tile_stride_bytes;
         const Q8Block* inputs[kQ4TileRows];
         for (std::int64_t i = 0; i < routes; ++i) {
           inputs[i] = activations + job.first_row + (r + i) * job.num_blocks + block;

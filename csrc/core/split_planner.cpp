@@ -28,6 +28,9 @@ constexpr int kFirstProbes = 12;
 constexpr std::int64_t kStaleLayers = 512;
 constexpr double kFactorLimit = 4096.0;
 constexpr double kShortHandoffNs = 20e3;
+// Splitting a record is worth so much of a layer's time, and so many nanoseconds, or it is not done.
+constexpr double kSplitGain = 0.02;
+constexpr double kSplitGainNs = 500.0;
 
 void check_side(const char* name, const SideCost& side) {
   const auto check = [name](const char* field, double value) {
@@ -42,7 +45,7 @@ void check_side(const char* name, const SideCost& side) {
   if (side.byte_ns == 0.0) throw std::invalid_argument(std::string("split costs: ") + name + ".byte_ns is 0");
 }
 
-double cost_ns(const SideCost& side, int records, int extra_routes, double bytes) {
+double cost_ns(const SideCost& side, double records, double extra_routes, double bytes) {
   return side.fixed_ns + bytes * (records * side.byte_ns + extra_routes * side.route_byte_ns);
 }
 
@@ -65,26 +68,30 @@ SplitPlanner::SplitPlanner(const SplitCosts& costs) : costs_(costs) {
 }
 
 bool SplitPlanner::device_works(const LayerShares& shares) const {
-  return shares.num_fetches > 0 || (costs_.hits_load_memory && shares.num_hits > 0);
+  return shares.any_fetched() || (costs_.hits_load_memory && shares.num_hits > 0);
 }
 
 double SplitPlanner::device_ns(const LayerShares& shares, const Factors& factors) const {
-  if (shares.num_hits + shares.num_fetches == 0) return 0.0;
-  const bool beside = shares.num_cpu > 0;
+  if (shares.num_hits == 0 && !shares.any_fetched()) return 0.0;
+  const bool beside = shares.any_on_cpu();
   const SideCost& side = beside ? costs_.fetch_beside : costs_.fetch;
   const double hits =
       shares.record_bytes * (shares.num_hits * costs_.hit_byte_ns + shares.hit_extra * side.route_byte_ns);
-  const double fetches = cost_ns(side, shares.num_fetches, shares.fetch_extra, shares.record_bytes);
+  const double fetches = cost_ns(side, shares.num_fetches + shares.split_part,
+                                 shares.fetch_extra + shares.split_part * shares.split_extra, shares.record_bytes);
   // A GPU reads its own memory while records cross the bus.
   return factors[beside ? kFetchBeside : kFetch] * (costs_.hits_load_memory ? hits + fetches : std::max(hits, fetches));
 }
 
 double SplitPlanner::cpu_ns(const LayerShares& shares, const Factors& factors) const {
-  if (shares.num_cpu == 0) return 0.0;
+  if (!shares.any_on_cpu()) return 0.0;
+  const double rest = shares.is_split() ? 1.0 - shares.split_part : 0.0;
   const bool beside = device_works(shares);
   const SideCost& side = beside ? costs_.cpu_beside : costs_.cpu;
   return factors[kHandoff] +
-         factors[beside ? kCpuBeside : kCpu] * cost_ns(side, shares.num_cpu, shares.cpu_extra, shares.record_bytes);
+         factors[beside ? kCpuBeside : kCpu] * cost_ns(side, shares.num_cpu + rest,
+                                                                    shares.cpu_extra + rest * shares.split_extra,
+                                                                    shares.record_bytes);
 }
 
 double SplitPlanner::layer_ns(const LayerShares& shares, const Factors& factors) const {
@@ -99,16 +106,22 @@ void SplitPlanner::sum_routes(const LayerWork& work) {
   }
 }
 
-LayerShares SplitPlanner::shares_of(const LayerWork& work, int num_fetches) const {
+// num_tiles: of the record behind the fetched ones.
+LayerShares SplitPlanner::shares_of(const LayerWork& work, int num_fetches, int num_tiles) const {
   const auto misses = static_cast<int>(work.miss_routes.size());
   LayerShares shares;
   shares.num_hits = work.num_hits;
   shares.hit_extra = work.hit_extra;
   shares.num_fetches = num_fetches;
-  shares.num_cpu = misses - num_fetches;
+  const int num_split = num_tiles > 0 ? 1 : 0;
+  shares.num_cpu = misses - num_fetches - num_split;
   shares.fetch_extra = extra_before_[num_fetches];
-  shares.cpu_extra = extra_before_[misses] - extra_before_[num_fetches];
+  shares.cpu_extra = extra_before_[misses] - extra_before_[num_fetches + num_split];
   shares.record_bytes = work.record_bytes;
+  if (num_split != 0) {
+    shares.split_part = static_cast<double>(num_tiles) / work.num_tiles;
+    shares.split_extra = extra_before_[num_fetches + 1] - extra_before_[num_fetches];
+  }
   return shares;
 }
 
@@ -131,6 +144,7 @@ int SplitPlanner::best_of_summed(const LayerWork& work, const Factors& factors) 
 
 int SplitPlanner::choose(const LayerWork& work) {
   ++status_.layers;
+  is_usual_ = false;
   const auto misses = static_cast<int>(work.miss_routes.size());
   if (misses == 0) return 0;
   sum_routes(work);
@@ -142,12 +156,46 @@ int SplitPlanner::choose(const LayerWork& work) {
   if (work.num_free_slots > 0) {
     choice = std::max(choice, std::min(work.num_fetchable, work.num_free_slots));
   } else {
-    choice = probe(work, choice);
+    const int probed = probe(work, choice);
+    is_usual_ = probed == choice;
+    choice = probed;
   }
   status_.mean_misses += kShown * (misses - status_.mean_misses);
   status_.mean_fetches += kShown * (choice - status_.mean_fetches);
   status_.predicted_ns += kShown * (layer_ns(shares_of(work, choice), status_.live) - status_.predicted_ns);
   return choice;
+}
+
+// While both work, more tiles make the device later and the CPU earlier: the best number is where they meet.
+int SplitPlanner::choose_tiles(const LayerWork& work, int choice) {
+  const int whole = choice * work.num_tiles;
+  const auto misses = static_cast<int>(work.miss_routes.size());
+  if (!is_usual_ || work.num_tiles < 2 || work.num_fetchable == 0) return whole;
+  const auto shares = [&](int tiles) { return shares_of(work, tiles / work.num_tiles, tiles % work.num_tiles); };
+  int low = 1, high = std::min(work.num_fetchable * work.num_tiles, misses * work.num_tiles - 1);
+  while (low < high) {
+    const int middle = low + (high - low) / 2;
+    const LayerShares there = shares(middle);
+    if (device_ns(there, status_.live) < cpu_ns(there, status_.live)) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  int best = low;
+  double best_ns = layer_ns(shares(best), status_.live);
+  if (best > 1) {
+    const double before_ns = layer_ns(shares(best - 1), status_.live);
+    if (before_ns < best_ns) {
+      best_ns = before_ns;
+      --best;
+    }
+  }
+  const double whole_ns = layer_ns(shares(whole), status_.live);
+  if (best % work.num_tiles == 0 || best_ns > whole_ns * (1.0 - kSplitGain) || best_ns > whole_ns - kSplitGainNs) return whole;
+  status_.mean_fetches += kShown * (static_cast<double>(best) / work.num_tiles - choice);
+  status_.predicted_ns += kShown * (best_ns - whole_ns);
+  return best;
 }
 
 // Whether it is time to go by the live rates.
@@ -220,11 +268,11 @@ int SplitPlanner::probe(const LayerWork& work, int choice) {
 void SplitPlanner::observe(const SplitTiming& timing) {
   const LayerShares& shares = timing.shares;
   if (device_works(shares) && timing.device_ns > 0.0) {
-    const bool beside = shares.num_cpu > 0;
+    const bool beside = shares.any_on_cpu();
     learn(beside ? kFetchBeside : kFetch, beside ? kFetch : kFetchBeside, device_ns(shares, status_.live),
           timing.device_ns);
   }
-  if (shares.num_cpu > 0 && timing.cpu_ns > 0.0) {
+  if (shares.any_on_cpu() && timing.cpu_ns > 0.0) {
     const bool beside = device_works(shares);
     learn(beside ? kCpuBeside : kCpu, beside ? kCpu : kCpuBeside, cpu_ns(shares, status_.live) - status_.live[kHandoff],
           timing.cpu_ns);
@@ -232,7 +280,7 @@ void SplitPlanner::observe(const SplitTiming& timing) {
       learn_handoff(timing.handoff_ns);
     }
   }
-  if (shares.num_fetches + shares.num_cpu > 0) {
+  if (shares.any_fetched() || shares.any_on_cpu()) {
     status_.measured_ns +=
         kShown * (std::max(timing.device_ns, timing.cpu_ns + timing.handoff_ns) - status_.measured_ns);
   }

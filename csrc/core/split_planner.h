@@ -1,5 +1,5 @@
-// How many of a layer's missing experts the device fetches and how many the CPU runs: so that both finish together, by
-// rates that are measured while serving.
+// How many of a layer's missing experts the device fetches and how many the CPU runs, and how one record is split
+// between them by its tiles: so that both finish together, by rates that are measured while serving.
 #pragma once
 
 #include <array>
@@ -31,6 +31,13 @@ struct LayerShares {
   int num_hits = 0, num_fetches = 0, num_cpu = 0;
   int hit_extra = 0, fetch_extra = 0, cpu_extra = 0;
   double record_bytes = 0.0;
+  // One more record may be split: the share of it that the device fetches (0: none is), and its extra routes.
+  double split_part = 0.0;
+  int split_extra = 0;
+
+  bool is_split() const { return split_part > 0.0; }
+  bool any_fetched() const { return num_fetches > 0 || is_split(); }
+  bool any_on_cpu() const { return num_cpu > 0 || is_split(); }
 };
 
 struct LayerWork {
@@ -41,6 +48,7 @@ struct LayerWork {
   std::span<const std::int32_t> miss_routes;
   int num_fetchable = 0;
   int num_free_slots = 0;
+  int num_tiles = 1;  // of a record, where one may be split
 };
 
 // What a layer took: the device, from the plan to the end of its experts; the CPU, its work alone; and what passed
@@ -96,6 +104,10 @@ class SplitPlanner {
 
   // How many of the misses to fetch, from the front: 0..num_fetchable.
   int choose(const LayerWork& work);
+  // After choose(): how many tiles to fetch, of the misses one after the other. choice * num_tiles, or another number by
+  // which the later of both is earlier by more than is noise. By the live rates, because a little more or less changes
+  // little; not while choose() fills slots or tries something.
+  int choose_tiles(const LayerWork& work, int choice);
   void observe(const SplitTiming& timing);
 
   const SplitCosts& costs() const { return costs_; }
@@ -110,7 +122,7 @@ class SplitPlanner {
   int best(const LayerWork& work, const Factors& factors);
 
  private:
-  LayerShares shares_of(const LayerWork& work, int num_fetches) const;
+  LayerShares shares_of(const LayerWork& work, int num_fetches, int num_tiles = 0) const;
   void sum_routes(const LayerWork& work);
   int best_of_summed(const LayerWork& work, const Factors& factors) const;
   void reconsider(const LayerWork& work, int applied_choice, int live_choice);
@@ -130,6 +142,7 @@ class SplitPlanner {
   std::int64_t handoffs_ = 0;
   double saved_ns_ = 0.0;  // for probes
   double patience_ = 1.0;
+  bool is_usual_ = false;  // the last choice was by rates alone
 };
 
 }  // namespace ft

@@ -56,7 +56,11 @@ struct Bank {
 
   // The same from a copy of the record, wherever it lies.
   void add_record(const std::byte* record, const float* x, double weight, double* out) const {
-    for (int tile = 0; tile < layout.num_tiles; ++tile) {
+    add_tiles(record, 0, layout.num_tiles, x, weight, out);
+  }
+
+  void add_tiles(const std::byte* record, int first, int count, const float* x, double weight, double* out) const {
+    for (int tile = first; tile < first + count; ++tile) {
       const std::byte* base = record + tile * layout.tile_stride_bytes;
       for (int column = 0; column < layout.tile_columns; ++column) {
         const auto row = [&](std::int64_t offset) {

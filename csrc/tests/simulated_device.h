@@ -43,6 +43,8 @@ class SimulatedDevice {
     out.assign(sums.begin(), sums.end());
     num_cpu_ += plan.num_cpu;
     num_own_ += plan.num_hits + plan.num_fetches;
+    num_split_ += plan.num_split;
+    CHECK((flags & ft::kSplittable) != 0 || plan.num_split == 0);
     return true;
   }
 
@@ -60,6 +62,7 @@ class SimulatedDevice {
 
   std::int64_t num_cpu() const { return num_cpu_; }
   std::int64_t num_own() const { return num_own_; }
+  std::int64_t num_split() const { return num_split_; }
 
  private:
   template <class T>
@@ -127,7 +130,8 @@ class SimulatedDevice {
     for (std::int32_t r = 0; r < entry.num_routes; ++r) {
       const int token = routes[r] / kTopK;
       CHECK(batch.ids[routes[r]] == entry.expert);
-      bank_.add_record(record, &batch.hidden[token * kHidden], batch.weights[routes[r]], sums + token * kHidden);
+      bank_.add_tiles(record, entry.first_tile, entry.num_tiles > 0 ? entry.num_tiles : bank_.layout.num_tiles,
+                      &batch.hidden[token * kHidden], batch.weights[routes[r]], sums + token * kHidden);
     }
   }
 
@@ -154,6 +158,7 @@ class SimulatedDevice {
   std::uint32_t seq_;
   std::int64_t num_cpu_ = 0;
   std::int64_t num_own_ = 0;
+  std::int64_t num_split_ = 0;
 };
 
 }  // namespace ft_test

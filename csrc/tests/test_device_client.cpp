@@ -25,6 +25,7 @@ struct Settings {
   int spin_us = 0;
   bool route_rows = true;
   std::vector<std::uint8_t> fetchable = {};  // empty: all
+  bool split_records = false;
 };
 
 struct Group {
@@ -34,10 +35,13 @@ struct Group {
         mailbox(ft::Mailbox::create(segment, 1, geometry, 0xfffffff0u)),
         slots(std::make_shared<ft::SlotTable>(kLayers, kExperts, s.num_slots)),
         cache(mailbox, slots, s.fraction, s.in_place, s.spin_us,
-              std::vector<std::int64_t>(kLayers, bank.layout.stride_bytes), true, s.fetchable),
+              std::vector<std::int64_t>(kLayers, bank.layout.stride_bytes), true, s.fetchable,
+              std::vector<std::int32_t>(s.split_records ? kLayers : 0, bank.layout.num_tiles)),
         cpu(mailbox, bank.store, make_pool(1), s.spin_us, true),
         device(bank, segment, make_arena(bank, s.num_slots)),
-        flags(s.deterministic ? static_cast<std::uint32_t>(ft::kDeterministic) : 0) {
+        flags(s.deterministic ? static_cast<std::uint32_t>(ft::kDeterministic)
+              : s.split_records ? static_cast<std::uint32_t>(ft::kSplittable)
+                                : 0) {
     cache.start();
     cpu.start();
   }
@@ -107,7 +111,10 @@ void test_steps(const Bank& bank, const Settings& settings) {
   CHECK(group.mailbox->overdue() == ft::AbortReason::kNone);
   const ft::CacheCounters c = group.cache.counters();
   CHECK(c.publishes == kSteps * kLayers && c.plan_ns > 0);
-  CHECK(c.cpu == group.device.num_cpu() && c.cpu == group.cpu.counters().experts);
+  CHECK(c.split == group.device.num_split() && (c.split > 0) == settings.split_records);
+  CHECK(c.cpu + c.split == group.device.num_cpu() && c.cpu + c.split == group.cpu.counters().experts);
+  CHECK(c.fetched_bytes + c.cpu_bytes == (c.fetches + c.cpu) * bank.layout.stride_bytes);
+  CHECK(c.cpu_bytes == group.cpu.counters().bytes);
   CHECK(c.hits + c.fetches == group.device.num_own());
   CHECK(c.hits + c.fetches > 0 || settings.fraction == 0.0);
   if (!settings.fetchable.empty()) CHECK(c.cpu > 0);
@@ -241,6 +248,11 @@ int main() {
         test_steps(bank, {.fraction = fraction, .deterministic = deterministic, .spin_us = spin_us});
       }
       test_steps(bank, {.deterministic = deterministic, .spin_us = spin_us, .fetchable = some});
+      if (!deterministic) {
+        test_steps(bank, {.spin_us = spin_us, .split_records = true});
+        test_steps(bank, {.num_slots = 0, .fraction = 0.3, .spin_us = spin_us, .split_records = true});
+        test_steps(bank, {.spin_us = spin_us, .fetchable = some, .split_records = true});
+      }
       test_steps(bank, {.num_slots = 0, .deterministic = deterministic, .spin_us = spin_us});
       test_steps(bank, {.num_slots = 0, .in_place = true, .deterministic = deterministic, .spin_us = spin_us});
       test_steps(bank, {.num_slots = 0, .in_place = true, .spin_us = spin_us, .fetchable = some});

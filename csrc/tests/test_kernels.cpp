@@ -125,6 +125,20 @@ void experts(WorkerPool& pool, DType dtype) {
     std::vector<float> route_out(s.tokens * s.top_k * s.hidden);
     const ft::ExpertBatch batch = {hidden.data(), weights.data(), route_out.data(), s.tokens, s.top_k, s.hidden};
     ft::run_expert_jobs(pool, jobs, batch, true);
+    for (int cut = 1; cut < layout.num_tiles; ++cut) {  // both parts of every record add up to it
+      std::vector<float> parts(route_out.size());
+      for (const auto& [first, count] : {std::pair{0, cut}, {cut, layout.num_tiles - cut}}) {
+        std::vector<ft::ExpertJob> some = jobs;
+        for (ft::ExpertJob& job : some) job.first_tile = first, job.num_tiles = count;
+        std::vector<float> out(route_out.size());
+        const ft::ExpertBatch part = {hidden.data(), weights.data(), out.data(), s.tokens, s.top_k, s.hidden};
+        ft::run_expert_jobs(pool, some, part, true);
+        for (std::size_t i = 0; i < out.size(); ++i) parts[i] += out[i];
+      }
+      for (std::size_t i = 0; i < parts.size(); ++i) {
+        CHECK(std::abs(parts[i] - route_out[i]) <= 1e-4f * (1.0f + std::abs(route_out[i])));
+      }
+    }
 
     for (int e = 0; e < s.experts; ++e) {
       for (const std::int32_t route : routes[e]) {

@@ -1,5 +1,6 @@
 // Plans of random publishes: every route exactly once, the split as configured, no victim among the named.
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <random>
 #include <set>
@@ -25,13 +26,15 @@ struct Planned {
 };
 
 Planned make_plan(ft::LayerPlanner& planner, ft::SlotTable& slots, int layer, const std::vector<std::int32_t>& ids,
-                  const std::vector<std::uint8_t>& admit, double fraction, bool in_place, bool device_only = false) {
+                  const std::vector<std::uint8_t>& admit, double fraction, bool in_place, bool device_only = false,
+                  int num_tiles = 1, ft::SplitPlanner* split = nullptr) {
   Planned planned{};
-  planned.entries.resize(kMaxEntries);
+  planned.entries.resize(kMaxEntries + 1);
   planned.routes.assign(kGeometry.max_tokens * kGeometry.top_k, -7);
-  const ft::PublishView publish{layer, static_cast<int>(admit.size()), 3, ids.data(), admit.data(), device_only};
-  planned.refusal =
-      planner.plan(publish, slots, fraction, in_place, planned.header, planned.entries.data(), planned.routes.data());
+  const ft::PublishView publish{layer, static_cast<int>(admit.size()), 3, ids.data(), admit.data(), device_only,
+                                1e6,   num_tiles};
+  planned.refusal = planner.plan(publish, slots, fraction, in_place, planned.header, planned.entries.data(),
+                                 planned.routes.data(), split);
   planner.settle(slots);
   return planned;
 }
@@ -137,6 +140,81 @@ void test_random_publishes(int num_slots, double fraction, bool in_place, unsign
   CHECK((refusals > 0) == !fetchable.empty());
 }
 
+// The shares of a split: exactly the fraction of the missing tiles; the parts are of one record and make it up.
+void test_split_records(int num_slots, double fraction, bool by_rates, unsigned seed, unsigned unreadable_percent) {
+  constexpr int kTiles = 5;
+  std::mt19937 random(seed);
+  std::vector<std::uint8_t> fetchable(unreadable_percent > 0 ? 20 : 0, 1);
+  for (std::uint8_t& record : fetchable) record = random() % 100 >= unreadable_percent;
+  const auto can_fetch = [&](int layer, int expert) { return fetchable.empty() || fetchable[layer * 10 + expert]; };
+  ft::LayerPlanner planner(kGeometry, kMaxEntries, fetchable);
+  ft::SlotTable slots(2, 10, num_slots);
+  ft::SplitCosts costs;
+  costs.fetch = costs.fetch_beside = ft::SideCost{1e3, 0.05, 0.0};
+  costs.cpu = costs.cpu_beside = ft::SideCost{2e3, 0.03, 0.01};
+  ft::SplitPlanner rates(costs);
+  int splits = 0, exact = 0;
+  for (int step = 0; step < 800; ++step) {
+    const int num_tokens = 1 + static_cast<int>(random() % kGeometry.max_shared_tokens);
+    std::vector<std::int32_t> ids(num_tokens * 3);
+    std::vector<std::uint8_t> admit(num_tokens);
+    std::map<int, std::set<std::int32_t>> by_expert;
+    for (std::size_t r = 0; r < ids.size(); ++r) {
+      ids[r] = static_cast<std::int32_t>(random() % 10);
+      by_expert[ids[r]].insert(static_cast<std::int32_t>(r));
+      admit[r / 3] = random() % 3;
+    }
+    const int layer = static_cast<int>(random() % 2);
+    const bool device_only = unreadable_percent == 0 && step % 7 == 0;
+    const Planned planned = make_plan(planner, slots, layer, ids, admit, fraction, false, device_only, kTiles,
+                                      by_rates ? &rates : nullptr);
+    slots.check_integrity();
+    CHECK(planned.refusal == ft::AbortReason::kNone);
+    const PlanHeader& header = planned.header;
+    const std::uint32_t num_own = header.num_hits + header.num_fetches;
+    CHECK(header.num_entries() == by_expert.size() + header.num_split && header.num_entries() <= kMaxEntries + 1);
+    CHECK(header.num_routes == ids.size());
+    std::map<int, int> tiles_of;
+    std::uint32_t own_routes = 0;
+    for (std::uint32_t i = 0; i < header.num_entries(); ++i) {
+      const PlanEntry& entry = planned.entries[i];
+      const bool is_part = header.num_split != 0 && (i + 1 == num_own || i == num_own);
+      CHECK(is_part == (entry.num_tiles != 0));
+      CHECK(entry.kind == (i < header.num_hits ? EntryKind::kHit : i < num_own ? EntryKind::kFetch : EntryKind::kCpu));
+      if (entry.kind == EntryKind::kFetch) CHECK(can_fetch(layer, entry.expert));
+      tiles_of[entry.expert] += is_part ? entry.num_tiles : kTiles;
+      const std::set<std::int32_t> routes(planned.routes.begin() + entry.first_route,
+                                          planned.routes.begin() + entry.first_route + entry.num_routes);
+      CHECK(routes == by_expert[entry.expert]);
+      if (i < num_own) {
+        CHECK(entry.first_route == static_cast<std::int32_t>(own_routes));  // so a device's routes are the first ones
+        own_routes += entry.num_routes;
+      }
+    }
+    for (const auto& [expert, tiles] : tiles_of) CHECK(tiles == kTiles);
+    if (header.num_split != 0) {
+      const PlanEntry &own = planned.entries[num_own - 1], &rest = planned.entries[num_own];
+      CHECK(own.expert == rest.expert && own.first_route == rest.first_route && own.source_slot < 0);
+      CHECK(own.destination_slot < 0 && rest.destination_slot < 0 && !device_only);
+      CHECK(own.first_tile == 0 && own.num_tiles == static_cast<int>(header.split_tiles) && own.num_tiles > 0);
+      CHECK(rest.first_tile == own.num_tiles && rest.num_tiles == kTiles - own.num_tiles && rest.num_tiles > 0);
+      ++splits;
+    }
+    const int misses = static_cast<int>(by_expert.size() - header.num_hits);
+    const double fetched = header.fetched_records(kTiles);
+    CHECK(std::abs(fetched + header.cpu_records(kTiles) - misses) < 1e-9);
+    const ft::LayerShares& shares = planner.shares();
+    if (misses > 0) CHECK(std::abs(shares.num_fetches + shares.split_part - fetched) < 1e-9);
+    if (misses > 0) CHECK(shares.num_fetches + shares.num_cpu + shares.is_split() == misses);
+    if (num_slots == 0 && !by_rates && !device_only && fetchable.empty()) {
+      CHECK(std::abs(fetched - fraction * misses) <= 0.5 / kTiles + 1e-9);
+      ++exact;
+    }
+  }
+  CHECK((splits > 0) == (by_rates || (fraction > 0.0 && fraction < 1.0)));
+  CHECK(exact > 0 || num_slots > 0 || by_rates || !fetchable.empty());
+}
+
 void test_best_scored_are_fetched() {
   ft::LayerPlanner planner(kGeometry, kMaxEntries);
   ft::SlotTable slots(2, 10, 0);
@@ -175,6 +253,12 @@ int main() {
     }
   }
   for (const unsigned unreadable : {0u, 30u}) test_random_publishes(0, 0.5, true, seed++, unreadable);
+  for (const int num_slots : {0, 3, 8}) {
+    for (const unsigned unreadable : {0u, 30u}) {
+      for (const double fraction : {0.0, 0.3, 0.5, 1.0}) test_split_records(num_slots, fraction, false, seed++, unreadable);
+      test_split_records(num_slots, 0.0, true, seed++, unreadable);
+    }
+  }
   test_best_scored_are_fetched();
   test_values_out_of_range();
   return 0;

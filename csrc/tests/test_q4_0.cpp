@@ -316,6 +316,20 @@ void experts(const std::vector<std::unique_ptr<WorkerPool>>& pools, int tile_col
     }
     CHECK(std::sqrt(error / size) < 0.02);
     if (first.empty()) first = out;
+    for (int cut = 1; cut < e.layout.num_tiles; ++cut) {  // both parts of every record add up to it
+      std::vector<float> parts(out.size());
+      for (const auto& [begin, count] : {std::pair{0, cut}, {cut, e.layout.num_tiles - cut}}) {
+        std::vector<ExpertJob> some = jobs;
+        for (ExpertJob& job : some) job.first_tile = begin, job.num_tiles = count;
+        std::vector<float> rows(out.size());
+        const ExpertBatch part{hidden.data(), weights.data(), rows.data(), kTokens, kTopK, kHidden};
+        ft::run_expert_jobs(*pool, some, part, true);
+        for (std::size_t i = 0; i < out.size(); ++i) parts[i] += rows[i];
+      }
+      for (std::size_t i = 0; i < out.size(); ++i) {
+        if (expected[i] != 7.0f) CHECK(std::abs(parts[i] - out[i]) <= 1e-4f * (1.0f + std::abs(out[i])));
+      }
+    }
     CHECK(out == first);                 // pools of one instruction set
     for (const ExpertJob& job : jobs) {  // one job and one route at a time: the same bits
       for (std::int32_t r = 0; r < job.num_routes; ++r) {

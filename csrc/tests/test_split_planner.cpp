@@ -104,6 +104,64 @@ void test_equals_brute_force() {
   }
 }
 
+// Of all numbers of tiles none has the later party earlier; whole records where that is hardly worse.
+void test_tiles_equal_brute_force() {
+  constexpr int kTiles = 12;
+  std::mt19937 random(4);
+  const auto uniform = [&](double low, double high) {
+    return low * std::pow(high / low, std::uniform_real_distribution<double>(0, 1)(random));
+  };
+  int splits = 0, wholes = 0;
+  for (int round = 0; round < 3000; ++round) {
+    SplitCosts costs;
+    costs.fetch = SideCost{uniform(1e2, 2e4), uniform(1e-3, 1.0), uniform(1e-5, 0.01)};
+    costs.cpu = SideCost{uniform(1e2, 2e4), uniform(1e-3, 1.0), uniform(1e-5, 0.01)};
+    costs.fetch_beside = SideCost{costs.fetch.fixed_ns, costs.fetch.byte_ns * uniform(1.0, 1.5), 0.001};
+    costs.cpu_beside = SideCost{costs.cpu.fixed_ns, costs.cpu.byte_ns * uniform(1.0, 1.5), 0.001};
+    costs.hit_byte_ns = uniform(1e-4, 1e-2);
+    costs.hits_load_memory = round % 2 == 0;
+    SplitPlanner planner(costs);
+    std::vector<std::int32_t> routes(1 + random() % 7);
+    for (std::int32_t& r : routes) r = 1 + static_cast<std::int32_t>(random() % 3);
+    LayerWork work = work_of(routes, static_cast<int>(random() % 4));
+    work.num_fetchable = static_cast<int>(random() % (routes.size() + 1));
+    work.num_tiles = kTiles;
+    std::int64_t probes = 0;
+    int q = 0;
+    for (int i = 0; i < 64; ++i) {  // the first layers are tries
+      probes = planner.status().probes;
+      q = planner.choose(work);
+      if (planner.status().probes == probes) break;
+      CHECK(planner.choose_tiles(work, q) == q * kTiles);
+    }
+    const int tiles = planner.choose_tiles(work, q);
+    CHECK(tiles >= 0 && tiles <= work.num_fetchable * kTiles);
+    if (planner.status().probes != probes) {
+      CHECK(tiles == q * kTiles);
+      continue;
+    }
+    const auto later = [&](int count) {
+      const int whole = count / kTiles, part = count % kTiles;
+      LayerShares shares = shares_of(work, whole);
+      if (part > 0) {
+        shares.num_cpu -= 1;
+        shares.split_extra = routes[whole] - 1;
+        shares.cpu_extra -= shares.split_extra;
+        shares.split_part = static_cast<double>(part) / kTiles;
+      }
+      return planner.layer_ns(shares, planner.status().live);
+    };
+    double least = later(q * kTiles);
+    for (int count = 1; count < work.num_fetchable * kTiles; ++count) least = std::min(least, later(count));
+    CHECK(later(tiles) <= least / 0.979 + 501.0 && later(tiles) <= later(q * kTiles));
+    ++(tiles % kTiles == 0 ? wholes : splits);
+    work.num_free_slots = 3;
+    const int filling = planner.choose(work);
+    CHECK(planner.choose_tiles(work, filling) == filling * kTiles);
+  }
+  CHECK(splits > 300 && wholes > 100);
+}
+
 void test_routes_count() {
   SplitCosts costs = usual_costs();
   costs.cpu_beside.route_byte_ns = costs.cpu_beside.byte_ns;
@@ -245,6 +303,7 @@ void test_refusals() {
 
 int main() {
   test_equals_brute_force();
+  test_tiles_equal_brute_force();
   test_routes_count();
   test_demotion_and_return();
   test_collapse_to_cpu();

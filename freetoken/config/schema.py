@@ -101,6 +101,11 @@ class ExpertsConfig(_Section):
         description="Misses fetched by the device: 'auto' (by live rates), 'fetch' (all), 'cpu' (none) or "
         "'q=FRACTION'.",
     )
+    split_records: bool = Field(
+        True,
+        description="Let one missing expert of a decode layer be split by its tiles, the device fetching a part while "
+        "the CPU runs the rest, so that both finish together.",
+    )
     measure: bool = Field(
         True, description="Before the first launch of a model, measure what fetches and CPU experts cost (split=auto)."
     )

@@ -118,6 +118,9 @@ class ExpertCacheService(Service):
             [self.spec.layouts[i].stride_bytes for i in self.spec.layer_layout],
             is_device_client(self.spec),
             fetchable,
+            [self.spec.layouts[i].num_tiles for i in self.spec.layer_layout]
+            if self.spec.config.experts.split_records
+            else [],
         )
         self._apply_split(self._server)
         self._server.start()

@@ -204,10 +204,14 @@ class CudaRig:
         if first:
             self.runtime.prepare(self._capture)
         if self.mailbox is not None and self.slots is not None and self._pool is not None:
-            strides = [self.index.layout_of(layer).stride_bytes for layer in range(len(spec.moe_layers))]
+            layouts = [self.index.layout_of(layer) for layer in range(len(spec.moe_layers))]
+            strides = [layout.stride_bytes for layout in layouts]
+            split = self.launch.config.experts.split_records
+            tiles = [layout.num_tiles for layout in layouts] if split else []
             self.cache_server = CacheServer(
-                self.mailbox, self.slots, self._fetch_fraction, self.arena.num_slots == 0, self._spin_us, strides, True
-            )
+                self.mailbox, self.slots, self._fetch_fraction, self.arena.num_slots == 0, self._spin_us, strides, True,
+                None, tiles,
+            )  # fmt: skip
             if self._auto_split:
                 costs = plan.costs or assumed_costs(self.launch.config.device)
                 self.cache_server.set_auto_split(native_costs(costs))

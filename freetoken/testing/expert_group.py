@@ -27,6 +27,7 @@ class ExpertGroup:
         in_place: bool = False,
         policy: str = "crf",
         deterministic: bool = False,
+        split_records: bool = False,
         timeout_s: float = 20.0,
     ) -> None:
         """``arena.num_slots`` slots of ``layout.stride_bytes``; one record layout for all layers."""
@@ -36,7 +37,15 @@ class ExpertGroup:
         self.mailbox = _native.Mailbox.create(segment, 1, *geometry)
         self.slots = _native.SlotTable(num_layers, num_experts, arena.num_slots, policy)
         self.cache_server = _native.CacheServer(
-            self.mailbox, self.slots, fetch_fraction, in_place, 0, [layout.stride_bytes] * num_layers
+            self.mailbox,
+            self.slots,
+            fetch_fraction,
+            in_place,
+            0,
+            [layout.stride_bytes] * num_layers,
+            False,
+            None,
+            [layout.num_tiles] * num_layers if split_records else [],
         )
         self._cpu_pool = _native.WorkerPool(1)
         self.cpu_server = _native.CpuServer(self.mailbox, store, self._cpu_pool, 0)

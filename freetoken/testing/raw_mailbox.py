@@ -94,11 +94,20 @@ class RawMailbox:
     def await_plan(self, seq: int) -> RawPlan:
         """Raises ``RuntimeError`` when the mailbox is aborted, ``TimeoutError`` after ``WAIT_S``."""
         self._await("plan", seq)
-        counts = ("seq", "num_hits", "num_fetches", "num_cpu", "num_routes", "num_admitted", "num_evicted")
+        counts = ("seq", "num_hits", "num_fetches", "num_cpu", "num_routes", "num_admitted", "num_evicted", "num_split")
         row = self._struct("plan_header", "plan", dict.fromkeys(counts, "u4"), "plan_header_bytes", 1)[0]
         header = {name: int(row[name]) for name in counts}
         count = header["num_hits"] + header["num_fetches"] + header["num_cpu"]
-        names = ("expert", "kind", "source_slot", "destination_slot", "first_route", "num_routes")
+        names = (
+            "expert",
+            "kind",
+            "source_slot",
+            "destination_slot",
+            "first_route",
+            "num_routes",
+            "first_tile",
+            "num_tiles",
+        )
         entries = self._struct("entries", "entry", dict.fromkeys(names, "i4"), "entry_bytes", count)
         routes = self._view("routes", np.int32, (header["num_routes"],)).copy()
         return RawPlan(header, [{name: int(entry[name]) for name in names} for entry in entries], routes)

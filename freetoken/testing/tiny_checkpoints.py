@@ -79,11 +79,13 @@ def load_tiny_checkpoint(name: str, dtype: str = "float32", seed: int = 0) -> Ti
     return TinyCheckpoint(name, dtype, path, spec, dense, experts, oracle)
 
 
-def pack_expert_store(tiny: TinyCheckpoint) -> tuple[_native.ExpertStore, RecordLayout]:
+def pack_expert_store(
+    tiny: TinyCheckpoint, tile_columns: int | None = None
+) -> tuple[_native.ExpertStore, RecordLayout]:
     """All records of the model in one segment, layer by layer."""
     spec = tiny.spec
     dtype = {"float32": "f32", "bfloat16": "bf16"}[tiny.dtype]
-    layout = plan_record_layout(dtype, spec.hidden_size, spec.moe_intermediate_size)
+    layout = plan_record_layout(dtype, spec.hidden_size, spec.moe_intermediate_size, tile_columns)
     num_layers, num_experts = len(spec.moe_layers), spec.num_experts
     segment = _native.SharedSegment.create("tiny-store", num_layers * num_experts * layout.stride_bytes)
     records = np.frombuffer(memoryview(segment), dtype=np.uint8).reshape(num_layers, num_experts, layout.stride_bytes)

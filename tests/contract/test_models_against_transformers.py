@@ -222,6 +222,7 @@ class Place:
     fetch_fraction: float
     in_place: bool = False
     policy: str = "crf"
+    split_records: bool = False
 
 
 PLACES = {
@@ -232,6 +233,8 @@ PLACES = {
     "no slots": Place(0, 0.5),
     "in place": Place(0, 0.5, in_place=True),
     "a mix": Place(0.4, 0.5),
+    "records in parts": Place(0.4, 0.4, split_records=True),
+    "records in parts, no slots": Place(0, 0.3, split_records=True),
     "a mix under lru": Place(0.4, 0.3, policy="lru"),
 }
 
@@ -240,7 +243,7 @@ def in_place_of(
     stack: ExitStack, tiny: TinyCheckpoint, pool: _native.WorkerPool, place: Place, deterministic: bool
 ) -> tuple[PagedRunner, CountedOps]:
     """The model with its experts behind a mailbox, until ``stack`` closes."""
-    store, layout = pack_expert_store(tiny)
+    store, layout = pack_expert_store(tiny, 8 if place.split_records else None)
     total = len(tiny.spec.moe_layers) * tiny.spec.num_experts
     slots = int(place.slots * total) if isinstance(place.slots, float) else place.slots
     arena = Arena(geometry(tiny, "f32"), slots, layout.stride_bytes)
@@ -255,6 +258,7 @@ def in_place_of(
         in_place=place.in_place,
         policy=place.policy,
         deterministic=deterministic,
+        split_records=place.split_records,
     )
     stack.enter_context(group)
     ops = CountedOps(pool, arena, group.experts, deterministic)
@@ -277,10 +281,16 @@ def test_experts_through_the_mailbox(name: str, place: str, pool: _native.Worker
     layers = len(tiny.spec.moe_layers)
     assert all(step.layer_steps == layers for step in ops.steps)
     total = sum(ops.steps, ExpertCounters())
+    if PLACES[place].split_records:
+        misses = total.fetches + total.cpu
+        stride = (total.fetched_bytes + total.cpu_bytes) // misses
+        assert total.fetched_bytes % stride != 0  # so a part of some record
     if place == "fewer slots than one layer needs":
         assert total.fetches > 0 and total.admitted > 0 and total.cpu == 0
     elif place == "everything resident":
         assert all(step.fetches == step.cpu == 0 and step.hits > 0 for step in ops.steps[-10:])
+    elif place == "records in parts, no slots":
+        assert total.hits == 0 and abs(total.fetched_bytes / (misses * stride) - 0.3) < 0.1
     elif place in ("everything on the CPU", "no slots"):
         assert total.hits == total.admitted == 0 and total.cpu > 0
         assert (total.fetches > 0) == (place == "no slots")

@@ -161,6 +161,7 @@ def test_wherever_experts_run(
             fetch_fraction=fetch_fraction,
             max_tokens=96,
             deterministic=deterministic,
+            split_records=True,
         )
         stack.enter_context(group)
         group.experts.begin_step(1)

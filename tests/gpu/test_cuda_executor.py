@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from freetoken.checkpoint.convert import convert
+from freetoken.checkpoint.convert import ConvertOptions, convert
 from freetoken.config import EngineConfig
 from freetoken.elastic.machine import MachineInfo
 from freetoken.engine.prepare import plan_launch
@@ -41,10 +41,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cuda")
 
 
-def launch_of(name: str, directory: Path, num_slots: int, dtype: str = "float32", **settings: Any) -> LaunchSpec:
-    checkpoint = directory / f"{name}-{dtype}"
+def launch_of(
+    name: str, directory: Path, num_slots: int, dtype: str = "float32", tile_columns: int | None = None, **settings: Any
+) -> LaunchSpec:
+    checkpoint = directory / f"{name}-{dtype}-{tile_columns}"
     if not checkpoint.exists():
-        convert(load_tiny_checkpoint(name, dtype).path, checkpoint)
+        convert(load_tiny_checkpoint(name, dtype).path, checkpoint, ConvertOptions(tile_columns=tile_columns))
     config = EngineConfig(
         model=str(checkpoint),
         device="cuda",
@@ -96,10 +98,30 @@ def test_prompt_and_decode_equal_the_oracle_with_hits_fetches_and_cpu_experts(di
         total = total + result.experts
         assert tokens == tiny.oracle_greedy(PROMPT, 3)
         assert total.hits > 0 and total.fetches > 0 and total.cpu > 0
-        assert total.fetched_bytes == total.fetches * rig.index.layouts[0].stride_bytes
+        stride = rig.index.layouts[0].stride_bytes
+        assert total.fetched_bytes + total.cpu_bytes == (total.fetches + total.cpu) * stride
         counters = rig.cache_server.counters()
         assert (counters["hits"], counters["fetches"], counters["cpu"]) == (total.hits, total.fetches, total.cpu)
         assert result.experts.layer_steps == len(tiny.spec.moe_layers)
+
+
+def test_records_that_are_split_by_their_tiles_give_the_same_tokens(directory: Path) -> None:
+    tiny = load_tiny_checkpoint("mixtral")
+    with CudaRig(launch_of("mixtral", directory, num_slots=3, tile_columns=8), fetch_fraction=0.4) as rig:
+        executor, total = rig.executor, None
+        tokens = []
+        for step in range(4):
+            row = first_row(PROMPT) if step == 0 else StepRow("a", len(PROMPT) + step - 1, 1, True, True)
+            result = ok(executor.execute(StepPlan(1 + step, 1, (row,))))
+            tokens.append(result.rows[0].token_id)
+            total = result.experts if total is None else total + result.experts
+        assert tokens == tiny.oracle_greedy(PROMPT, 4)
+        counters = rig.cache_server.counters()
+        assert counters["split"] > 0 and total is not None
+        for name in ("hits", "fetches", "cpu", "fetched_bytes", "cpu_bytes"):
+            assert getattr(total, name) == pytest.approx(counters[name], abs=100), name
+        stride = rig.index.layouts[0].stride_bytes
+        assert total.fetched_bytes + total.cpu_bytes == pytest.approx((total.fetches + total.cpu) * stride, abs=100)
 
 
 def test_a_dense_model_with_a_host_sampled_and_a_device_sampled_request(directory: Path) -> None:

@@ -19,13 +19,15 @@ def bank():
 class Group:
     """The three parties in this process; stopped at the end of the test."""
 
-    def __init__(self, bank, num_slots=6, fraction=0.5, in_place=False, deterministic=False, policy="crf", timeout=60):
+    def __init__(self, bank, num_slots=6, fraction=0.5, in_place=False, deterministic=False, policy="crf", timeout=60,
+                 split=False):  # fmt: skip
         size = _native.Mailbox.required_bytes(MAX_TOKENS, K, H, L, E)
         self.segment = _native.SharedSegment.create("mailbox", size)
         self.mailbox = _native.Mailbox.create(self.segment, 5, MAX_TOKENS, K, H, L, E)
         self.slots = _native.SlotTable(L, E, num_slots, policy)
         stride = bank.layout.stride_bytes
-        self.cache = _native.CacheServer(self.mailbox, self.slots, fraction, in_place, 0, [stride] * L)
+        self.cache = _native.CacheServer(self.mailbox, self.slots, fraction, in_place, 0, [stride] * L, False, None,
+                                         [bank.layout.num_tiles] * L if split else [])  # fmt: skip
         self.cpu = _native.CpuServer(self.mailbox, bank.store, _native.WorkerPool(1), 0)
         self.arena = None
         if num_slots:
@@ -97,6 +99,32 @@ def test_layers_compute_what_their_experts_do(bank, make_group, settings, determ
     assert not group.mailbox.aborted
     group.client.begin_step(2)
     assert not any(group.client.step_counters().values())
+
+
+@pytest.mark.parametrize("settings", [{"num_slots": 0, "fraction": 0.3}, {"num_slots": 6}, {"policy": "lru"}], ids=str)
+def test_a_record_is_split_by_its_tiles(make_group, settings):
+    bank = ExpertBank(L, E, H, 192)  # three tiles
+    tiles = bank.layout.num_tiles
+    assert tiles == 3
+    group = Group(bank, **settings, split=True).start()
+    rng = np.random.default_rng(2)
+    group.client.begin_step(1)
+    for step in range(40):
+        batch = bank.random_batch(rng, 1 + step % MAX_TOKENS, K, padding=0.2)
+        out = group.forward(step % L, batch)
+        np.testing.assert_allclose(out, bank.reference(step % L, *batch[:3]), atol=2e-3)
+    step, totals, cpu = group.client.step_counters(), group.cache.counters(), group.cpu.counters()
+    group.stop()
+    for name in ("hits", "fetches", "cpu", "fetched_bytes", "cpu_bytes"):
+        assert step[name] == totals[name]
+    stride = bank.layout.stride_bytes
+    assert totals["split"] > 0
+    assert cpu["experts"] == totals["cpu"] + totals["split"]
+    misses = totals["fetches"] + totals["cpu"]
+    assert totals["fetched_bytes"] + totals["cpu_bytes"] == misses * stride
+    if settings.get("fraction") == 0.3:
+        assert abs(totals["fetched_bytes"] / (misses * stride) - 0.3) < 0.05
+    assert cpu["bytes"] == pytest.approx(totals["cpu_bytes"], abs=40)
 
 
 def test_deterministic_rows_equal_the_store_bit_by_bit(bank, make_group):

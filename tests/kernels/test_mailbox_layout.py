@@ -39,7 +39,7 @@ def serve(mailbox):
 
 def test_the_layout_is_complete_and_apart(mailbox):
     layout = mailbox.layout()
-    assert layout["version"] == 4
+    assert layout["version"] == 5
     assert [layout[n] for n in ("max_tokens", "top_k", "hidden", "num_layers", "num_experts")] == list(GEOMETRY[:5])
     assert layout["max_shared_tokens"] == SHARED and layout["max_entries"] == min(E, T * K)
     assert layout["total_bytes"] == _native.Mailbox.required_bytes(*GEOMETRY) == mailbox.segment.size_bytes
@@ -51,7 +51,7 @@ def test_the_layout_is_complete_and_apart(mailbox):
         "weights": T * K * 4,
         "admit": T,
         "plan_header": layout["plan_header_bytes"],
-        "entries": layout["max_entries"] * layout["entry_bytes"],
+        "entries": (layout["max_entries"] + 1) * layout["entry_bytes"],
         "routes": T * K * 4,
         "brief": 32 * 16,
         "slot_of": L * E * 4,
@@ -74,7 +74,8 @@ def test_a_publish_is_written_and_its_plan_read_by_offsets_alone(mailbox, serve)
     plan = raw.await_plan(seq)
     assert raw.request["step_id"] == 2**40 and raw.request["layer"] == 1
     assert plan.header == {
-        "seq": seq, "num_hits": 0, "num_fetches": 3, "num_cpu": 0, "num_routes": 4, "num_admitted": 2, "num_evicted": 0
+        "seq": seq, "num_hits": 0, "num_fetches": 3, "num_cpu": 0, "num_routes": 4, "num_admitted": 2, "num_evicted": 0,
+        "num_split": 0,
     }  # fmt: skip
     assert {entry["kind"] for entry in plan.entries} == {raw.layout["kind_fetch"]}
     routes = {

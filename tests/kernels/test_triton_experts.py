@@ -15,6 +15,7 @@ from freetoken.kernels.triton.expert_gemv import (
 )
 from freetoken.kernels.triton.plan import (
     BLOCKS,
+    CPU,
     ENTRIES,
     KIND_CPU,
     KIND_FETCH,
@@ -153,6 +154,37 @@ def test_gemv_with_few_programs_and_a_share_of_the_tiles(fmt):
     expected = reference.expert_output(x[:1], gate[32:], up[32:], down[:, 32:])[0]
     assert relative_error(out[0].sum(0), expected) < tolerance(fmt)
     assert out[1:].isnan().all()
+
+
+@pytest.mark.parametrize("fmt", ["q4_0", "f32"])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_both_parts_of_a_split_record_become_one_sum(fmt, tokens):
+    experts = Experts(fmt, 64, 96, 32)
+    x, ids, weights = random_batch(tokens, 64)
+    split = int(ids[0, 0])
+    routes = {e: (ids.flatten() == e).nonzero().flatten().tolist() for e in set(ids.flatten().tolist())}
+    plan = DevicePlan.empty(NUM_EXPERTS, ids.numel(), DEVICE)
+    kinds = dict.fromkeys(routes, KIND_HIT) | {split: KIND_FETCH}
+    tiles = dict.fromkeys(routes, 0) | {split: 2}
+    plan.fill([PlanEntry(kinds[e], e, experts.address(e), routes[e], num_tiles=tiles[e]) for e in sorted(routes)])
+    plan.counts[CPU] = 1 | 1 << 16
+    shape = GemvShape.of(experts.layout)
+    out = torch.full(partials_shape(experts.layout, ids.numel(), shape), float("nan"), device=DEVICE)
+    scratch = torch.full(scratch_shape(experts.layout, ids.numel()), float("nan"), device=DEVICE)
+    expert_gemv(
+        experts.layout, plan, x, weights, out, scratch=scratch, partials=True, single_route=tokens == 1, shape=shape
+    )
+    gate, up, down = experts.matrices[split]
+    cpu = torch.zeros(tokens, 64, pin_memory=DEVICE == "cuda")
+    for route in routes[split]:
+        token = route // TOP_K
+        rest = reference.expert_output(x[token : token + 1], gate[64:], up[64:], down[:, 64:])[0]
+        cpu[token] += (weights.flatten()[route] * rest).cpu()
+    residual = torch.randn(tokens, 64, device=DEVICE)
+    routed = experts.expected(x, ids) * weights.flatten()[:, None]
+    expected = residual + routed.reshape(tokens, TOP_K, 64).sum(1)
+    combine(residual, weights, plan, partials=out, cpu_partial_address=cpu.data_ptr())
+    assert relative_error(residual, expected) < tolerance(fmt)
 
 
 def test_combine_adds_the_cpu_share_only_when_there_is_one():

@@ -113,8 +113,8 @@ def test_a_plan_becomes_addresses(max_routes):
     assert [counts[i] for i in (ENTRIES, HITS, FETCHES, CPU, ROUTES, CHANGES, STATUS)] == [
         3,
         1,
-        2,
-        1,
+        2 | 2 << 16,
+        1 | 1 << 16,
         6,
         1 | 2 << 16,
         0,
@@ -177,3 +177,20 @@ def test_the_plan_of_one_token_is_read_in_pieces():
     synchronize()
     assert plan.counts[:5].tolist() == [0, 0, 0, 0, 0] and plan.counts[STATUS] == 1
     assert not plan.on_gpu.any()
+
+
+def test_a_split_record_in_a_plan_of_one_token():
+    """One hit, and a miss of which the device runs two tiles of five: the CPU's entry of it is no entry here."""
+    box = Box()
+    pieces = torch.zeros(32, 4, dtype=torch.int32, pin_memory=DEVICE == "cuda")
+    addresses = dataclasses.replace(box.addresses, brief=pieces.data_ptr())
+    pieces[0] = torch.tensor([9, 1 | 1 << 8 | 1 << 16, 0, 0])
+    pieces[1] = torch.tensor([9, 5 | 1 << 16, 3, 0])
+    pieces[2] = torch.tensor([9, 2 | 0 << 16 | 1 << 24, -1, 2 << 16])
+    plan = DevicePlan.empty(2, 2, DEVICE)
+    store = torch.arange(8, dtype=torch.int64, device=DEVICE) * 4096 + (1 << 40)
+    await_plan(addresses, device([9], torch.int32), store, 1 << 30, 8192, plan, 10**9, one_token=True)
+    synchronize()
+    assert plan.counts.tolist() == [2, 1, 1 | 2 << 16, 1 | 1 << 16, 2, 0, 0, 2]
+    assert plan.entries.tolist() == [[5, 0, 3, -1, 0, 1, 0, 0], [2, 1, -1, -1, 1, 1, 0, 2]]
+    assert plan.on_gpu.tolist() == [1, 1]

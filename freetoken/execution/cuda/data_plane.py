@@ -76,6 +76,11 @@ class ExpertRecords:
         """Bytes of one record, by layer."""
         return tuple(layout.stride_bytes for layout in self.layouts)
 
+    @property
+    def tiles(self) -> tuple[int, ...]:
+        """Tiles of one record, by layer."""
+        return tuple(layout.num_tiles for layout in self.layouts)
+
 
 class DataPlane:
     """One model's mailbox as its kernels see it. Used on the stream that runs the steps.
@@ -159,11 +164,13 @@ class DataPlane:
         logits: Tensor | None,
     ) -> None:
         """Publish T rows of an expert layer, choosing experts from ``logits`` where given."""
-        assert self.box is not None
+        assert self.box is not None and self._layout is not None
         router = self.router
         mailbox_kernels.publish(
-            self.box, self.seq, step_id, num_real, hidden, ids, weights, admit, ordinal, flags=self.flags,
-            logits=logits, scoring=router.scoring, renormalize=router.renormalize, scaling=router.scaling,
+            self.box, self.seq, step_id, num_real, hidden, ids, weights, admit, ordinal,
+            logits=logits,
+            flags=self.flags | self._layout["flag_splittable"],
+            scoring=router.scoring, renormalize=router.renormalize, scaling=router.scaling,
         )  # fmt: skip
 
     def await_plan(self, ordinal: int, plan: DevicePlan, one_token: bool = False) -> None:
@@ -244,18 +251,23 @@ class DataPlane:
         return PartWait(self.box, self.seq, self._gate, self.limit_ns, self.box.layer_stamps(ordinal))
 
 
-def read_counts(counts: np.ndarray, strides: tuple[int, ...], passes: int = 1) -> tuple[ExpertCounters, bool]:
+def read_counts(
+    counts: np.ndarray, strides: tuple[int, ...], tiles: tuple[int, ...], passes: int = 1
+) -> tuple[ExpertCounters, bool]:
     """(figures of one step, whether every wait was answered) from the layers' counts [L, 8] on the host, which are sums
-    over ``passes`` of the layers. Sums of admissions stay below 2^16: a pass admits no more than there are experts, and
-    a step has some dozens at most."""
-    hits, fetches, cpu = (counts[:, column].astype(np.int64) for column in (_HITS, _FETCHES, _CPU))
+    over ``passes`` of the layers. ``strides`` and ``tiles`` of a record by layer. A split record counts as a fetch, and
+    in bytes by its shares. Sums of the low halves stay below 2^16: a pass has no more than there are experts, and a
+    step has some dozens at most."""
+    hits, fetches, cpu = (counts[:, column].astype(np.int64) & 0xFFFF for column in (_HITS, _FETCHES, _CPU))
+    split = counts[:, _CPU].astype(np.int64) >> 16
+    split_fetched = (counts[:, _FETCHES].astype(np.int64) >> 16) / np.asarray(tiles, np.int64)
     bytes_of = np.asarray(strides, np.int64)
     counters = ExpertCounters(
         hits=int(hits.sum()),
         fetches=int(fetches.sum()),
-        cpu=int(cpu.sum()),
-        fetched_bytes=int((fetches * bytes_of).sum()),
-        cpu_bytes=int((cpu * bytes_of).sum()),
+        cpu=int((cpu - split).sum()),
+        fetched_bytes=round(float(((fetches - split + split_fetched) * bytes_of).sum())),
+        cpu_bytes=round(float(((cpu - split_fetched) * bytes_of).sum())),
         admitted=int((counts[:, _CHANGES] & 0xFFFF).sum()),
         evicted=int((counts[:, _CHANGES] >> 16).sum()),
         layer_steps=len(counts) * passes,

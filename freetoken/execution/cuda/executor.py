@@ -512,7 +512,9 @@ class CudaStepExecutor:
         if report is not None:
             plane = self._model.plane
             if plane is not None:
-                experts, answered = read_counts(report.counts, plane.records.strides, pending.passes)
+                experts, answered = read_counts(
+                    report.counts, plane.records.strides, plane.records.tiles, pending.passes
+                )
                 if not answered:
                     raise self._aborted()
             host = iter(self._sample_on_host(pending))

@@ -47,8 +47,10 @@ class PlanEntry:
 class DevicePlan:
     """A plan for up to D entries and T * K routes, on one device.
 
-    ``counts`` int32 [8]: entries that the GPU runs, then hits, fetches and CPU entries among all, routes of GPU
-    entries, admissions (low 16 bits) and evictions (high), a status (0 good) and row blocks. ``entries`` int32 [D, 8]
+    ``counts`` int32 [8]: entries that the GPU runs, then hits, fetches and CPU entries among all (low 16 bits; high: of
+    a record split by tiles, those fetched, with the fetches, and that there is one, with the CPU entries), routes of
+    GPU entries, admissions (low 16 bits) and evictions (high), a status (0 good) and row blocks. A split record's CPU
+    entry has no row: D rows hold what the GPU runs. ``entries`` int32 [D, 8]
     and ``addresses`` int64 [D, 2] (source, destination) hold one row an entry, those of the GPU first. ``routes`` int32
     [T * K] has the routes grouped by entry. ``on_gpu`` int32 [T * K] is 1 for each route of a GPU entry, by route.
     """
