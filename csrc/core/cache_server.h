@@ -141,8 +141,8 @@ class CacheServer {
   std::atomic<bool> auto_split_{false};
   std::unique_ptr<Splits> splits_;  // of the server thread
 
-  Counter hits_, fetches_, cpu_, split_, admitted_, evicted_, fetched_bytes_, cpu_bytes_, publishes_, resident_, in_flight_,
-      plan_ns_;
+  Counter hits_, fetches_, cpu_, split_, admitted_, evicted_, fetched_bytes_, cpu_bytes_, publishes_, resident_,
+      in_flight_, plan_ns_;
   struct {
     Counter own, own_ns, cpu, cpu_ns, start_ns, wait_ns, turn_ns;
   } timing_;

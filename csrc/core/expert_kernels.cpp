@@ -59,11 +59,10 @@ void check(std::span<const ExpertJob> jobs, const ExpertBatch& batch) {
       throw std::invalid_argument("record hidden size " + std::to_string(job.layout->hidden) +
                                   " differs from the batch's " + std::to_string(batch.hidden_size));
     }
-    if (job.first_tile < 0 || job.num_tiles < 0 ||
-        std::int64_t{job.first_tile} + job.tiles() > job.layout->num_tiles) {
+    if (job.first_tile < 0 || job.num_tiles < 0 || std::int64_t{job.first_tile} + job.tiles() > job.layout->num_tiles) {
       throw std::invalid_argument("tiles " + std::to_string(job.first_tile) + " to " +
-                                  std::to_string(std::int64_t{job.first_tile} + job.tiles()) + " are not within the record's " +
-                                  std::to_string(job.layout->num_tiles));
+                                  std::to_string(std::int64_t{job.first_tile} + job.tiles()) +
+                                  " are not within the record's " + std::to_string(job.layout->num_tiles));
     }
     for (std::int32_t i = 0; i < job.num_routes; ++i) {
       if (job.routes[i] < 0 || job.routes[i] >= num_routes) {
@@ -113,7 +112,8 @@ class Plan {
       }
     }
     for (const ExpertJob* job : order) {
-      work_ += static_cast<std::int64_t>(job->num_routes) * job->tiles() * job->layout->tile_columns * batch.hidden_size * 3;
+      work_ +=
+          static_cast<std::int64_t>(job->num_routes) * job->tiles() * job->layout->tile_columns * batch.hidden_size * 3;
     }
   }
 

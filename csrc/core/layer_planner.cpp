@@ -232,8 +232,8 @@ void LayerPlanner::write_entries(const PublishView& p, bool in_place, const Fetc
   const auto write = [&](std::int32_t i, EntryKind kind, std::int32_t first_tile = 0, std::int32_t num_tiles = 0) {
     const ExpertUse& use = uses_[i];
     const std::int32_t num_routes = routes_of_[use.expert];
-    entries[num_written++] = PlanEntry{use.expert, kind, use.slot, use.destination, first_route, num_routes,
-                                       first_tile, num_tiles};
+    entries[num_written++] =
+        PlanEntry{use.expert, kind, use.slot, use.destination, first_route, num_routes, first_tile, num_tiles};
     next_route_of_[use.expert] = first_route;
     first_route += num_routes;
   };

@@ -192,8 +192,7 @@ Mailbox::Mailbox(std::shared_ptr<SharedSegment> segment)
 void Mailbox::write_brief(std::uint32_t seq, std::uint32_t top_k) {
   const PlanHeader& plan = plan_header();
   auto* pieces = at<BriefPiece>(offsets_.brief);
-  const auto put = [seq](BriefPiece& piece, std::uint32_t packed, std::int32_t slot,
-                         std::uint32_t tiles = 0) {
+  const auto put = [seq](BriefPiece& piece, std::uint32_t packed, std::int32_t slot, std::uint32_t tiles = 0) {
     piece.packed.store(packed, std::memory_order_relaxed);
     piece.slot.store(slot, std::memory_order_relaxed);
     piece.tiles.store(tiles, std::memory_order_relaxed);

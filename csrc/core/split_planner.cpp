@@ -88,10 +88,9 @@ double SplitPlanner::cpu_ns(const LayerShares& shares, const Factors& factors) c
   const double rest = shares.is_split() ? 1.0 - shares.split_part : 0.0;
   const bool beside = device_works(shares);
   const SideCost& side = beside ? costs_.cpu_beside : costs_.cpu;
-  return factors[kHandoff] +
-         factors[beside ? kCpuBeside : kCpu] * cost_ns(side, shares.num_cpu + rest,
-                                                                    shares.cpu_extra + rest * shares.split_extra,
-                                                                    shares.record_bytes);
+  return factors[kHandoff] + factors[beside ? kCpuBeside : kCpu] * cost_ns(side, shares.num_cpu + rest,
+                                                                           shares.cpu_extra + rest * shares.split_extra,
+                                                                           shares.record_bytes);
 }
 
 double SplitPlanner::layer_ns(const LayerShares& shares, const Factors& factors) const {
@@ -192,7 +191,8 @@ int SplitPlanner::choose_tiles(const LayerWork& work, int choice) {
     }
   }
   const double whole_ns = layer_ns(shares(whole), status_.live);
-  if (best % work.num_tiles == 0 || best_ns > whole_ns * (1.0 - kSplitGain) || best_ns > whole_ns - kSplitGainNs) return whole;
+  if (best % work.num_tiles == 0 || best_ns > whole_ns * (1.0 - kSplitGain) || best_ns > whole_ns - kSplitGainNs)
+    return whole;
   status_.mean_fetches += kShown * (static_cast<double>(best) / work.num_tiles - choice);
   status_.predicted_ns += kShown * (best_ns - whole_ns);
   return best;

@@ -104,9 +104,9 @@ class SplitPlanner {
 
   // How many of the misses to fetch, from the front: 0..num_fetchable.
   int choose(const LayerWork& work);
-  // After choose(): how many tiles to fetch, of the misses one after the other. choice * num_tiles, or another number by
-  // which the later of both is earlier by more than is noise. By the live rates, because a little more or less changes
-  // little; not while choose() fills slots or tries something.
+  // After choose(): how many tiles to fetch, of the misses one after the other. choice * num_tiles, or another number
+  // by which the later of both is earlier by more than is noise. By the live rates, because a little more or less
+  // changes little; not while choose() fills slots or tries something.
   int choose_tiles(const LayerWork& work, int choice);
   void observe(const SplitTiming& timing);
 

@@ -39,7 +39,7 @@ struct Group {
               std::vector<std::int32_t>(s.split_records ? kLayers : 0, bank.layout.num_tiles)),
         cpu(mailbox, bank.store, make_pool(1), s.spin_us, true),
         device(bank, segment, make_arena(bank, s.num_slots)),
-        flags(s.deterministic ? static_cast<std::uint32_t>(ft::kDeterministic)
+        flags(s.deterministic   ? static_cast<std::uint32_t>(ft::kDeterministic)
               : s.split_records ? static_cast<std::uint32_t>(ft::kSplittable)
                                 : 0) {
     cache.start();

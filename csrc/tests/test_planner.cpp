@@ -31,8 +31,8 @@ Planned make_plan(ft::LayerPlanner& planner, ft::SlotTable& slots, int layer, co
   Planned planned{};
   planned.entries.resize(kMaxEntries + 1);
   planned.routes.assign(kGeometry.max_tokens * kGeometry.top_k, -7);
-  const ft::PublishView publish{layer, static_cast<int>(admit.size()), 3, ids.data(), admit.data(), device_only,
-                                1e6,   num_tiles};
+  const ft::PublishView publish{layer,    static_cast<int>(admit.size()), 3, ids.data(), admit.data(), device_only, 1e6,
+                                num_tiles};
   planned.refusal = planner.plan(publish, slots, fraction, in_place, planned.header, planned.entries.data(),
                                  planned.routes.data(), split);
   planner.settle(slots);
@@ -166,8 +166,8 @@ void test_split_records(int num_slots, double fraction, bool by_rates, unsigned 
     }
     const int layer = static_cast<int>(random() % 2);
     const bool device_only = unreadable_percent == 0 && step % 7 == 0;
-    const Planned planned = make_plan(planner, slots, layer, ids, admit, fraction, false, device_only, kTiles,
-                                      by_rates ? &rates : nullptr);
+    const Planned planned =
+        make_plan(planner, slots, layer, ids, admit, fraction, false, device_only, kTiles, by_rates ? &rates : nullptr);
     slots.check_integrity();
     CHECK(planned.refusal == ft::AbortReason::kNone);
     const PlanHeader& header = planned.header;
@@ -255,7 +255,8 @@ int main() {
   for (const unsigned unreadable : {0u, 30u}) test_random_publishes(0, 0.5, true, seed++, unreadable);
   for (const int num_slots : {0, 3, 8}) {
     for (const unsigned unreadable : {0u, 30u}) {
-      for (const double fraction : {0.0, 0.3, 0.5, 1.0}) test_split_records(num_slots, fraction, false, seed++, unreadable);
+      for (const double fraction : {0.0, 0.3, 0.5, 1.0})
+        test_split_records(num_slots, fraction, false, seed++, unreadable);
       test_split_records(num_slots, 0.0, true, seed++, unreadable);
     }
   }
