@@ -220,7 +220,8 @@ def _choice(given: Any, tools: Sequence[ToolSpec]) -> ToolChoice:
 
 def _allowed(body: Any, tools: Sequence[ToolSpec]) -> ToolChoice:
     names: list[str] = []
-    for entry in body.get("tools", []) if isinstance(body, dict) else []:
+    listed = body.get("tools") if isinstance(body, dict) else None
+    for entry in listed if isinstance(listed, list) else []:
         kind = entry.get("type") if isinstance(entry, dict) else None
         inner = entry.get(kind, entry) if isinstance(kind, str) else entry
         name = inner.get("name") if isinstance(inner, dict) else None
