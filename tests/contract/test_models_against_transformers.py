@@ -243,7 +243,9 @@ def in_place_of(
     stack: ExitStack, tiny: TinyCheckpoint, pool: _native.WorkerPool, place: Place, deterministic: bool
 ) -> tuple[PagedRunner, CountedOps]:
     """The model with its experts behind a mailbox, until ``stack`` closes."""
-    store, layout = pack_expert_store(tiny, 8 if place.split_records else None)
+    # Nothing is split then, and how a record is tiled shows in the bits.
+    small_tiles = place.split_records and not deterministic
+    store, layout = pack_expert_store(tiny, 8 if small_tiles else None)
     total = len(tiny.spec.moe_layers) * tiny.spec.num_experts
     slots = int(place.slots * total) if isinstance(place.slots, float) else place.slots
     arena = Arena(geometry(tiny, "f32"), slots, layout.stride_bytes)
