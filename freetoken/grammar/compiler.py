@@ -65,9 +65,16 @@ class GrammarCompiler:
         """What is wrong with a grammar; empty when it is good. Cheaper than ``compile``, and finds less."""
         from llguidance import LLMatcher
 
-        is_error, messages = LLMatcher.validate_grammar_with_warnings(
-            source, self.vocabulary.tokenizer, limits=_limits()
-        )
+        try:
+            is_error, messages = LLMatcher.validate_grammar_with_warnings(
+                source, self.vocabulary.tokenizer, limits=_limits()
+            )
+        except BaseException as error:
+            # A panic, which Python does not count among exceptions. Matchers report theirs as errors; this does not,
+            # and what passes every handler of errors would take the connection with it.
+            if type(error).__name__ != "PanicException":
+                raise
+            return f"the grammar library cannot read it: {first_line(str(error), 160)}"
         return first_line(messages[0]) if is_error else ""
 
 

@@ -44,6 +44,13 @@ async def test_a_hostile_schema_ends_with_its_request(site: Site) -> None:
     assert status == 200
 
 
+async def test_a_schema_that_the_library_panics_at_is_answered(site: Site) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": "😀" * 300}}}
+    status, body = await site.chat(response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+    assert (status, body["error"]["code"]) == (400, "invalid_json_schema")
+    assert body["error"]["param"] == "response_format.json_schema.schema.properties.n"
+
+
 TOOL = {"type": "function", "function": {"name": "roll", "parameters": {"type": "object"}}}
 
 

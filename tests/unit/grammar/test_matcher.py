@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from freetoken.grammar import ConstraintError, GrammarCompiler, GrammarError, Matcher, load_vocabulary
+from freetoken.grammar.explain import explain_schema
 from freetoken.grammar.matcher import num_words
 from freetoken.messages import Constraint, ConstraintKind
 from freetoken.testing.tiny_models import IM_END_ID, VOCAB_SIZE, write_tiny_tokenizer
@@ -212,3 +213,13 @@ def test_tokens_that_only_the_configuration_declares(tmp_path: Path) -> None:
     vocabulary = load_vocabulary(tmp_path, new + 50, (IM_END_ID,))
     assert vocabulary.literal("<tool>") == f"<[{new}]>" and vocabulary.text_of(new) == b"<tool>"
     assert vocabulary.text_of(new + 49) == b"" and vocabulary.text_of(new + 5000) == b""
+
+
+def test_a_panic_of_the_library_is_an_error_that_names_the_place(compiler: GrammarCompiler) -> None:
+    """It cuts a text for its own message in the middle of a character."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": "😀" * 300}}}
+    with pytest.raises(GrammarError):
+        compiler.compile(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)))
+    error = explain_schema(compiler, schema, "unknown")
+    assert error.path == "/properties/n"
+    assert error.reason.startswith("the grammar library cannot read it") and len(error.reason) < 300
