@@ -115,11 +115,6 @@ class Granules:
         """Granules of a pool."""
         return len(self.pools[name].granules)
 
-    @property
-    def is_prepared(self) -> bool:
-        """Whether ``commit`` or ``abort`` is due."""
-        return self._prepared is not None
-
     def prepare(self, wanted: Mapping[str, int]) -> None:
         """Map what growing pools will get, from spare granules first, then from the ends of pools that shrink.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import platform
@@ -13,9 +12,9 @@ from typing import Any
 import pytest
 
 from .install import npm_package
+from .process import run_program
 
 VERSION = "0.171.0"
-RUN_TIMEOUT_S = 120
 
 CONFIG = """\
 model = "{model}"
@@ -111,21 +110,4 @@ class Codex:
             "CODEX_HOME": str(self.home),
             "LOCAL_KEY": self.key,
         }
-        process = await asyncio.create_subprocess_exec(
-            self.binary,
-            *arguments,
-            cwd=self.work,
-            env=environment,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        try:
-            out, err = await asyncio.wait_for(process.communicate(), RUN_TIMEOUT_S)
-        except BaseException:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-            raise
-        events = [json.loads(line) for line in out.decode().splitlines() if line.startswith("{")]
-        return CodexRun(process.returncode or 0, events, err.decode(errors="replace"))
+        return CodexRun(*await run_program(self.binary, arguments, self.work, environment))

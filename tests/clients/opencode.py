@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import platform
@@ -13,9 +12,9 @@ from typing import Any, Literal
 import pytest
 
 from .install import npm_package
+from .process import run_program
 
 VERSION = "1.18.33"
-RUN_TIMEOUT_S = 120
 DIALECTS = {"responses": "@ai-sdk/openai", "chat": "@ai-sdk/openai-compatible", "messages": "@ai-sdk/anthropic"}
 OFFLINE = (
     "OPENCODE_DISABLE_AUTOUPDATE",
@@ -92,21 +91,6 @@ class OpenCode:
         that none is asked of the model."""
         start = ["-c"] if resume else ["--title", "test"]
         environment = {"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "HOME": str(self.root)}
-        process = await asyncio.create_subprocess_exec(
-            self.binary,
-            *["run", *start, "--format", "json", prompt],
-            cwd=self.work,
-            env={**environment, **dict.fromkeys(OFFLINE, "1")},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        try:
-            out, err = await asyncio.wait_for(process.communicate(), RUN_TIMEOUT_S)
-        except BaseException:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-            raise
-        events = [json.loads(line) for line in out.decode().splitlines() if line.startswith("{")]
-        return OpenCodeRun(process.returncode or 0, events, err.decode(errors="replace"))
+        environment |= dict.fromkeys(OFFLINE, "1")
+        arguments = ["run", *start, "--format", "json", prompt]
+        return OpenCodeRun(*await run_program(self.binary, arguments, self.work, environment))

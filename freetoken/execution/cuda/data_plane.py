@@ -17,7 +17,7 @@ from torch import Tensor
 from freetoken._native import Mailbox
 from freetoken.errors import FreeTokenError
 from freetoken.execution.cuda.arena import CudaArena
-from freetoken.execution.cuda.host_memory import MailboxWindow, segment_address
+from freetoken.execution.cuda.host_memory import MailboxWindow
 from freetoken.kernels.triton import mailbox as mailbox_kernels
 from freetoken.kernels.triton import placed_plan
 from freetoken.kernels.triton.combine import PartWait
@@ -273,8 +273,3 @@ def read_counts(
         layer_steps=len(counts) * passes,
     )
     return counters, not counts[:, _STATUS].any()
-
-
-def host_addresses(mailbox: Mailbox) -> MailboxAddresses:
-    """As the host itself sees the mailbox (the interpreter's "device")."""
-    return mailbox_addresses(mailbox.layout(), segment_address(mailbox.segment))

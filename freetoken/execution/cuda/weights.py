@@ -28,11 +28,6 @@ class Linear:
     bias: Tensor | None
 
     @property
-    def num_outputs(self) -> int:
-        """O."""
-        return self.weight.shape[0]
-
-    @property
     def size_bytes(self) -> int:
         """What a pass over it reads."""
         planes = [self.weight.nibbles, self.weight.scales] if isinstance(self.weight, Q4_0Weight) else [self.weight]
