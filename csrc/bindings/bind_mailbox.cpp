@@ -1,4 +1,4 @@
-// Mailbox, slot table, the two servers and the CPU device's client.
+// Mailbox, the two servers and the CPU device's client.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -8,7 +8,6 @@
 #include <limits>
 #include <memory>
 #include <string>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -17,7 +16,6 @@
 #include "cache_server.h"
 #include "cpu_server.h"
 #include "device_client.h"
-#include "layer_planner.h"
 #include "mailbox.h"
 #include "slot_table.h"
 
@@ -177,56 +175,6 @@ void forward(DeviceClient& client, int layer, const py::object& hidden_object, c
                  admit.data, out.data);
 }
 
-// The Python view of a table that a running server may own.
-SlotTable& unowned(SlotTable& table) {
-  if (table.is_owned()) throw std::runtime_error("slot table: a running cache server owns it");
-  return table;
-}
-
-void check_index(const char* name, int value, int limit) {
-  if (value < 0 || value >= limit) {
-    throw py::value_error(std::string(name) + " " + std::to_string(value) + " is not in 0.." +
-                          std::to_string(limit - 1));
-  }
-}
-
-std::vector<std::pair<int, int>> access(SlotTable& owned_table, int layer, const std::vector<int>& experts,
-                                        const std::vector<int>& token_counts, const std::vector<bool>& admit,
-                                        int num_tokens, bool is_run) {
-  SlotTable& table = unowned(owned_table);
-  check_index("layer", layer, table.num_layers());
-  check_extent("token_counts", 0, token_counts.size(), experts.size());
-  check_extent("admit", 0, admit.size(), experts.size());
-  if (num_tokens < 0) throw py::value_error("num_tokens " + std::to_string(num_tokens) + " is negative");
-  std::unordered_set<int> seen;
-  std::vector<ExpertUse> uses;
-  std::vector<ExpertUse*> misses;
-  for (std::size_t i = 0; i < experts.size(); ++i) {
-    check_index("expert", experts[i], table.num_experts());
-    if (!seen.insert(experts[i]).second) {
-      throw py::value_error("expert " + std::to_string(experts[i]) + " is named twice");
-    }
-    if (token_counts[i] < 0 || token_counts[i] > num_tokens) {
-      throw py::value_error("token_counts[" + std::to_string(i) + "] " + std::to_string(token_counts[i]) +
-                            " is not in 0.." + std::to_string(num_tokens));
-    }
-    const int tokens = admit[i] ? token_counts[i] : 0;
-    uses.push_back(ExpertUse{.expert = experts[i], .tokens = is_run ? 0 : tokens, .run_tokens = is_run ? tokens : 0});
-  }
-  table.begin_publish(layer, uses, is_run ? 0 : num_tokens, is_run ? num_tokens : 0);
-  for (ExpertUse& use : uses) {
-    if (use.slot < 0) misses.push_back(&use);
-  }
-  std::stable_sort(misses.begin(), misses.end(), [&](const ExpertUse* a, const ExpertUse* b) {
-    return table.score(layer, a->expert) > table.score(layer, b->expert);
-  });
-  for (ExpertUse* use : misses) table.admit(layer, *use);
-  table.end_publish(layer, uses);
-  std::vector<std::pair<int, int>> result;
-  for (const ExpertUse& use : uses) result.emplace_back(use.slot, use.destination);
-  return result;
-}
-
 void bind_mailbox_class(py::module_& m) {
   py::class_<Mailbox, std::shared_ptr<Mailbox>>(m, "Mailbox", py::is_final())
       .def_static(
@@ -280,217 +228,6 @@ void bind_mailbox_class(py::module_& m) {
       .def_property_readonly("overdue", &overdue_party);
 }
 
-// See _native.pyi. The planner's and the table's own code, publish by publish.
-py::array_t<std::int64_t> replay_publishes(SlotTable& owned_table, int top_k, double fetch_fraction,
-                                           const py::object& layers_object, const py::object& token_counts_object,
-                                           const py::object& ids_object, const py::object& admit_object) {
-  SlotTable& table = unowned(owned_table);
-  const auto layers = view_array<const std::int32_t>(layers_object, "layers", 1);
-  const auto token_counts = view_array<const std::int32_t>(token_counts_object, "token_counts", 1);
-  const auto ids = view_array<const std::int32_t>(ids_object, "ids", 2);
-  const auto admit = view_array<const std::uint8_t>(admit_object, "admit", 1);
-  check_extent("token_counts", 0, token_counts.shape[0], layers.shape[0]);
-  check_extent("ids", 1, ids.shape[1], top_k);
-  check_extent("admit", 0, admit.shape[0], ids.shape[0]);
-  if (!(fetch_fraction >= 0.0 && fetch_fraction <= 1.0)) throw py::value_error("fetch_fraction is not in 0..1");
-  std::int64_t total = 0;
-  std::int32_t most = 1;
-  for (std::int64_t i = 0; i < layers.shape[0]; ++i) {
-    check_index("layer", layers.data[i], table.num_layers());
-    if (token_counts.data[i] < 0) throw py::value_error("token_counts has a negative entry");
-    total += token_counts.data[i];
-    most = std::max(most, token_counts.data[i]);
-  }
-  check_extent("ids", 0, ids.shape[0], total);
-  MailboxGeometry geometry;
-  geometry.max_tokens = geometry.max_shared_tokens = static_cast<std::uint32_t>(most);
-  geometry.top_k = static_cast<std::uint32_t>(top_k);
-  geometry.num_layers = static_cast<std::uint32_t>(table.num_layers());
-  geometry.num_experts = static_cast<std::uint32_t>(table.num_experts());
-  LayerPlanner planner(geometry, geometry.num_experts);
-  std::vector<PlanEntry> entries(geometry.num_experts);
-  std::vector<std::int32_t> routes(static_cast<std::size_t>(most) * top_k);
-  py::array_t<std::int64_t> result({static_cast<py::ssize_t>(layers.shape[0]), py::ssize_t{5}});
-  std::int64_t* out = result.mutable_data();
-  py::gil_scoped_release release;
-  std::int64_t row = 0;
-  for (std::int64_t i = 0; i < layers.shape[0]; ++i) {
-    const int count = token_counts.data[i];
-    const PublishView publish{layers.data[i], count, top_k, ids.data + row * top_k, admit.data + row, false};
-    PlanHeader header{};
-    if (planner.plan(publish, table, fetch_fraction, false, header, entries.data(), routes.data()) !=
-        AbortReason::kNone) {
-      throw std::invalid_argument("publish " + std::to_string(i) + " names an expert that does not exist");
-    }
-    for (const std::uint32_t n :
-         {header.num_hits, header.num_fetches, header.num_cpu, header.num_admitted, header.num_evicted}) {
-      *out++ = n;
-    }
-    row += count;
-  }
-  planner.settle(table);
-  return result;
-}
-
-void bind_slot_table(py::module_& m) {
-  py::class_<SlotResize>(m, "SlotResize", py::is_final())
-      .def_readonly("num_slots", &SlotResize::num_slots)
-      .def_property_readonly("moves",
-                             [](const SlotResize& plan) {
-                               std::vector<std::pair<int, int>> result;
-                               for (const SlotMove& move : plan.moves) result.emplace_back(move.from, move.to);
-                               return result;
-                             })
-      .def_readonly("evicted", &SlotResize::evicted);
-  m.def("replay_publishes", &replay_publishes, py::arg("slots").none(false), py::arg("top_k"),
-        py::arg("fetch_fraction"), py::arg("layers"), py::arg("token_counts"), py::arg("ids"), py::arg("admit"));
-  py::class_<SlotTable, std::shared_ptr<SlotTable>>(m, "SlotTable", py::is_final())
-      .def(py::init([](int num_layers, int num_experts, int num_slots, const std::string& policy,
-                       double half_life_tokens, double long_half_life_tokens, double margin, double floor) {
-             const SlotPolicyOptions options{parse_slot_policy(policy), half_life_tokens, long_half_life_tokens, margin,
-                                             floor};
-             return std::make_shared<SlotTable>(num_layers, num_experts, num_slots, options);
-           }),
-           py::arg("num_layers"), py::arg("num_experts"), py::arg("num_slots"), py::arg("policy") = "crf",
-           py::arg("half_life_tokens") = SlotPolicyOptions{}.half_life_tokens,
-           py::arg("long_half_life_tokens") = SlotPolicyOptions{}.long_half_life_tokens,
-           py::arg("margin") = SlotPolicyOptions{}.margin, py::arg("floor") = SlotPolicyOptions{}.floor)
-      .def_property_readonly("num_slots", &SlotTable::num_slots)
-      .def_property_readonly("num_resident", [](SlotTable& table) { return unowned(table).num_resident(); })
-      .def(
-          "lookup",
-          [](SlotTable& table, int layer, int expert) {
-            check_index("layer", layer, table.num_layers());
-            check_index("expert", expert, table.num_experts());
-            return unowned(table).lookup(layer, expert);
-          },
-          py::arg("layer"), py::arg("expert"))
-      .def("access", &access, py::arg("layer"), py::arg("experts"), py::arg("token_counts"), py::arg("admit"),
-           py::arg("num_tokens"), py::arg("is_run") = false)
-      .def("resident",
-           [](SlotTable& table) {
-             std::vector<std::tuple<int, int, int>> result;
-             unowned(table).for_each_resident(
-                 [&](int slot, int layer, int expert) { result.emplace_back(slot, layer, expert); });
-             return result;
-           })
-      .def(
-          "plan_resize", [](SlotTable& table, int num_slots) { return unowned(table).plan_resize(num_slots); },
-          py::arg("num_slots"))
-      .def(
-          "resize", [](SlotTable& table, const SlotResize& plan) { unowned(table).resize(plan); }, py::arg("plan"))
-      .def(
-          "score_curve",
-          [](SlotTable& table, const std::vector<std::int64_t>& capacities) {
-            return score_curve(unowned(table).scores(), capacities);
-          },
-          py::arg("capacities"))
-      .def("invalidate_all", [](SlotTable& table) { unowned(table).invalidate_all(); })
-      .def("check_integrity", [](SlotTable& table) {
-        unowned(table);
-        try {
-          table.check_integrity();
-        } catch (const std::logic_error& error) {
-          PyErr_SetString(PyExc_AssertionError, error.what());
-          throw py::error_already_set();
-        }
-      });
-}
-
-py::dict describe_split(const SplitPlanner::Status& status) {
-  py::dict d;
-  d["layers"] = status.layers;
-  d["changes"] = status.changes;
-  d["probes"] = status.probes;
-  d["live"] = status.live;
-  d["applied"] = status.applied;
-  d["timings"] = status.timings;
-  d["mean_misses"] = status.mean_misses;
-  d["mean_fetches"] = status.mean_fetches;
-  d["predicted_ns"] = status.predicted_ns;
-  d["measured_ns"] = status.measured_ns;
-  const SplitPlanner::Change& change = status.last_change;
-  py::dict last;
-  last["at_layer"] = change.at_layer;
-  last["gain"] = change.gain;
-  last["before"] = change.before;
-  last["after"] = change.after;
-  last["fetched_before"] = change.fetched_before;
-  last["fetched_after"] = change.fetched_after;
-  last["misses"] = change.misses;
-  d["last_change"] = last;
-  return d;
-}
-
-// For tests and simulations: the very planner that the server uses. miss_routes in the order of fetching.
-int choose_split(SplitPlanner& planner, const std::vector<std::int32_t>& miss_routes, double record_bytes, int num_hits,
-                 int hit_extra, int num_fetchable, int num_free_slots) {
-  if (num_fetchable < -1 || num_fetchable > static_cast<int>(miss_routes.size())) {
-    throw py::value_error("num_fetchable " + std::to_string(num_fetchable) + " is not in 0.." +
-                          std::to_string(miss_routes.size()));
-  }
-  for (const std::int32_t routes : miss_routes) {
-    if (routes < 1) throw py::value_error("miss_routes has " + std::to_string(routes) + "; each is at least 1");
-  }
-  return planner.choose(
-      LayerWork{.num_hits = num_hits,
-                .hit_extra = hit_extra,
-                .record_bytes = record_bytes,
-                .miss_routes = miss_routes,
-                .num_fetchable = num_fetchable < 0 ? static_cast<int>(miss_routes.size()) : num_fetchable,
-                .num_free_slots = num_free_slots});
-}
-
-void bind_split(py::module_& m) {
-  py::class_<SideCost>(m, "SideCost", py::is_final())
-      .def(py::init([](double fixed_ns, double byte_ns, double route_byte_ns) {
-             return SideCost{fixed_ns, byte_ns, route_byte_ns};
-           }),
-           py::arg("fixed_ns"), py::arg("byte_ns"), py::arg("route_byte_ns") = 0.0)
-      .def_readonly("fixed_ns", &SideCost::fixed_ns)
-      .def_readonly("byte_ns", &SideCost::byte_ns)
-      .def_readonly("route_byte_ns", &SideCost::route_byte_ns);
-  py::class_<SplitCosts>(m, "SplitCosts", py::is_final())
-      .def(py::init([](const SideCost& fetch, const SideCost& fetch_beside, const SideCost& cpu,
-                       const SideCost& cpu_beside, double hit_byte_ns, bool hits_load_memory) {
-             SplitCosts costs{fetch, fetch_beside, cpu, cpu_beside, hit_byte_ns, hits_load_memory};
-             check_split_costs(costs);
-             return costs;
-           }),
-           py::arg("fetch"), py::arg("fetch_beside"), py::arg("cpu"), py::arg("cpu_beside"),
-           py::arg("hit_byte_ns") = 0.0, py::arg("hits_load_memory") = false);
-  py::class_<LayerShares>(m, "LayerShares", py::is_final())
-      .def(py::init([](int num_hits, int num_fetches, int num_cpu, double record_bytes, int hit_extra, int fetch_extra,
-                       int cpu_extra) {
-             return LayerShares{num_hits, num_fetches, num_cpu, hit_extra, fetch_extra, cpu_extra, record_bytes};
-           }),
-           py::arg("num_hits"), py::arg("num_fetches"), py::arg("num_cpu"), py::arg("record_bytes"),
-           py::arg("hit_extra") = 0, py::arg("fetch_extra") = 0, py::arg("cpu_extra") = 0);
-  py::class_<SplitPlanner>(m, "SplitPlanner", py::is_final())
-      .def(py::init<const SplitCosts&>(), py::arg("costs"))
-      .def("choose", &choose_split, py::arg("miss_routes"), py::arg("record_bytes"), py::arg("num_hits") = 0,
-           py::arg("hit_extra") = 0, py::arg("num_fetchable") = -1, py::arg("num_free_slots") = 0)
-      .def(
-          "observe",
-          [](SplitPlanner& planner, const LayerShares& shares, double device_ns, double cpu_ns, double handoff_ns) {
-            planner.observe(SplitTiming{shares, device_ns, cpu_ns, handoff_ns});
-          },
-          py::arg("shares"), py::arg("device_ns"), py::arg("cpu_ns"), py::arg("handoff_ns") = 0.0)
-      .def(
-          "best",
-          [](SplitPlanner& planner, const std::vector<std::int32_t>& miss_routes, double record_bytes, int num_hits) {
-            return planner.best(LayerWork{.num_hits = num_hits,
-                                          .record_bytes = record_bytes,
-                                          .miss_routes = miss_routes,
-                                          .num_fetchable = static_cast<int>(miss_routes.size())},
-                                planner.status().applied);
-          },
-          py::arg("miss_routes"), py::arg("record_bytes"), py::arg("num_hits") = 0)
-      .def("device_ns", &SplitPlanner::device_ns, py::arg("shares"), py::arg("factors"))
-      .def("cpu_ns", &SplitPlanner::cpu_ns, py::arg("shares"), py::arg("factors"))
-      .def("status", [](const SplitPlanner& planner) { return describe_split(planner.status()); });
-}
-
 void bind_servers(py::module_& m) {
   py::class_<CacheServer, std::shared_ptr<CacheServer>>(m, "CacheServer", py::is_final())
       .def(py::init([](std::shared_ptr<Mailbox> mailbox, std::shared_ptr<SlotTable> slots, double fetch_fraction,
@@ -536,6 +273,7 @@ void bind_servers(py::module_& m) {
             if (mode != "off" && mode != "sample" && mode != "all") {
               throw py::value_error("mode '" + mode + "' is not 'off', 'sample' or 'all'");
             }
+            const py::gil_scoped_release release;  // it waits for whoever drains the log
             server.route_log().set_mode(mode == "off"      ? Mode::kOff
                                         : mode == "sample" ? Mode::kSample
                                                            : Mode::kAll,
@@ -644,8 +382,6 @@ void bind_mailbox(py::module_& m) {
     }
   });
   bind_mailbox_class(m);
-  bind_slot_table(m);
-  bind_split(m);
   bind_servers(m);
   bind_device_client(m);
 }

@@ -11,5 +11,7 @@ PYBIND11_MODULE(_native, m) {
   ft::bind_dense(m);
   ft::bind_experts(m);
   ft::bind_q4_0(m);
+  ft::bind_slots(m);
+  ft::bind_split(m);
   ft::bind_mailbox(m);
 }
