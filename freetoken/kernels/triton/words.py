@@ -20,29 +20,35 @@ ABORT_PARTIAL_LATE = 4
 STAMP_PUBLISHED, STAMP_PLANNED, STAMP_OWN, STAMP_PART, STAMP_SEQ = range(5)
 
 
+_RELEASE = """{
+            .reg .pred first;
+            .reg .u32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            @first fence.acq_rel.SCOPE;
+            @first st.relaxed.SCOPE.global.u32 [$1], $2;
+            mov.u32 $0, 0;
+            }"""
+RELEASE_SYSTEM = tl.constexpr(_RELEASE.replace("SCOPE", "sys"))
+RELEASE_DEVICE = tl.constexpr(_RELEASE.replace("SCOPE", "gpu"))
+
+
 @triton.jit
-def store_release_system(address, value, INTERPRET: tl.constexpr):
-    """One thread stores the 32-bit value; whoever sees it sees all that this program wrote before."""
+def _release(address, value, ASSEMBLY: tl.constexpr, INTERPRET: tl.constexpr):
+    # One thread stores, after all threads have come so far.
     tl.debug_barrier()
     if INTERPRET:
         tl.store(pointer_to(address, tl.int32), value)
     else:
         tl.inline_asm_elementwise(
-            """{
-            .reg .pred first;
-            .reg .u32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            @first fence.acq_rel.sys;
-            @first st.relaxed.sys.global.u32 [$1], $2;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r",
-            [address.to(tl.int64), value],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
+            ASSEMBLY, "=r,l,r", [address.to(tl.int64), value], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def store_release_system(address, value, INTERPRET: tl.constexpr):
+    """One thread stores the 32-bit value; whoever sees it sees all that this program wrote before."""
+    _release(address, value, RELEASE_SYSTEM, INTERPRET)
 
 
 @triton.jit
@@ -111,26 +117,7 @@ def wait_word(word, abort, expected, limit_ns, INTERPRET: tl.constexpr):
 @triton.jit
 def open_gate(gate_ptr, value, INTERPRET: tl.constexpr):
     """Let the other programs of this kernel pass ``await_gate``; they see all that this program saw or wrote before."""
-    tl.debug_barrier()
-    if INTERPRET:
-        tl.store(gate_ptr, value)
-    else:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred first;
-            .reg .u32 thread;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 first, thread, 0;
-            @first fence.acq_rel.gpu;
-            @first st.relaxed.gpu.global.u32 [$1], $2;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r",
-            [gate_ptr.to(tl.int64), value],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+    _release(gate_ptr.to(tl.int64), value, RELEASE_DEVICE, INTERPRET)
 
 
 @triton.jit
