@@ -18,7 +18,8 @@ from freetoken.messages import RowResult, StepFailed, StepPlan, StepResult, Step
 
 pytest.importorskip("triton", reason="needs triton")
 
-from freetoken.execution.cuda.executor import CudaStepExecutor, Pending
+from freetoken.execution.cuda.enqueued import Pending
+from freetoken.execution.cuda.executor import CudaStepExecutor
 from freetoken.execution.cuda.host_memory import (
     MailboxWindow,
     RegisteredStore,
