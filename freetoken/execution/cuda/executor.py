@@ -9,15 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from freetoken._native import Mailbox
 from freetoken.execution.batch_state import RequestState
-from freetoken.execution.constraints import Grammars
-from freetoken.execution.cuda.device_model import DeviceModel
 from freetoken.execution.cuda.enqueued import EnqueuedSteps, Pending
 from freetoken.execution.cuda.pieces import cut_pieces
 from freetoken.execution.cuda.step_inputs import PieceInputs, fill_pieces
-from freetoken.execution.cuda.watchdog import Watchdog
-from freetoken.execution.step_executor import StepLimits
 from freetoken.messages import StepPlan, StepRow
 
 
@@ -41,17 +36,7 @@ class Background(Pending):
 class CudaStepExecutor(EnqueuedSteps):
     """Runs plans in order, and a background plan between them. ``begin`` and ``advance`` from ``enqueue``'s thread."""
 
-    def __init__(
-        self,
-        model: DeviceModel,
-        mailbox: Mailbox | None,
-        limits: StepLimits,
-        watchdog: Watchdog | None,
-        grammars: Grammars | None = None,
-    ) -> None:
-        """As ``EnqueuedSteps``."""
-        super().__init__(model, mailbox, limits, watchdog, grammars)
-        self._walking = False  # a background step has begun and is not launched to its end
+    _walking = False  # a background step has begun and is not launched to its end
 
     def must_finish_first(self, plan: StepPlan) -> bool:
         """A background plan holds nothing up, but must not meet a long one."""
