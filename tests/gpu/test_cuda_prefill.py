@@ -24,7 +24,7 @@ if not ON_GPU and not triton.knobs.runtime.interpret:
     pytest.skip("needs a CUDA device or TRITON_INTERPRET=1 in the environment", allow_module_level=True)
 
 from freetoken.execution.cuda import device_model, expert_kernels  # noqa: E402
-from freetoken.execution.cuda import executor as executor_module  # noqa: E402
+from freetoken.execution.cuda import enqueued as enqueued_module  # noqa: E402
 from freetoken.execution.cuda.prefill_costs import PrefillCosts  # noqa: E402
 from freetoken.execution.cuda.runtime import CudaRuntime  # noqa: E402
 from freetoken.execution.cuda.staging import NothingMissing, RecordSources, StagedStep, Stager, plan_copies  # noqa: E402
@@ -122,7 +122,7 @@ def test_short_pieces_share_with_the_cpu(directory: Path, places: int | None, fr
 def test_expert_counts_of_several_pieces_are_sums(
     directory: Path, monkeypatch: pytest.MonkeyPatch, places: int | None
 ) -> None:
-    monkeypatch.setattr(executor_module, "PIECE_BUCKETS", (8, 16))
+    monkeypatch.setattr(enqueued_module, "PIECE_BUCKETS", (8, 16))
     launch = launch_of("mixtral", directory, num_slots=5)
     if places is not None:
         launch = dataclasses.replace(launch, plan=dataclasses.replace(launch.plan, staging_bytes=places))
