@@ -82,6 +82,13 @@ class SchedulerConfig(_Section):
         description="Share of the device's time that decoding requests keep while a prompt is computed beside them.",
     )
     step_timeout_s: float = Field(120.0, gt=0, description="A step that takes longer is abandoned.")
+    max_repeated_tokens: int | None = Field(
+        4096,
+        ge=2,
+        description="A model that generates one token so many times in a row is taken for broken: the request fails, "
+        "and no later one reuses what it cached. Requests with ignore_eos, or short of their min_tokens, may go on; "
+        "unset means no limit.",
+    )
 
 
 class KVConfig(_Section):

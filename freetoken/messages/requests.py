@@ -110,7 +110,8 @@ class LogprobEntry:
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
     """Why a request could not go on. ``kind`` is one of ``queue_full``, ``context_length_exceeded``,
-    ``engine_restarted``, ``numeric``, ``constraint``, ``internal``; ``retryable`` tells the client to come back."""
+    ``engine_restarted``, ``numeric``, ``repetition``, ``constraint``, ``internal``; ``retryable`` tells the client to
+    come back."""
 
     kind: str
     message: str

@@ -158,7 +158,10 @@ class RequestBook:
         reason = request.append_token(token_id, now)
         logprobs = (logprob,) if logprob is not None else ()
         failure = None
-        if reason is None and request.num_known_tokens > self.limits.kv_capacity_tokens:
+        if reason is None and self._is_stuck(request):
+            self.ledger.discard(request)
+            reason, failure = FinishReason.ERROR, self._repetition(request)
+        elif reason is None and request.num_known_tokens > self.limits.kv_capacity_tokens:
             # It has all blocks there are and needs one more.
             reason = FinishReason.ERROR
             failure = self._over_capacity(f"the request has grown to {request.num_known_tokens} tokens")
@@ -166,6 +169,17 @@ class RequestBook:
             self.deltas.append(TokenDelta(request.id, (token_id,), logprobs, request.num_cached_tokens))
         else:
             self.finish(request, reason, now, failure=failure, token_ids=(token_id,), logprobs=logprobs)
+
+    def _is_stuck(self, request: Request) -> bool:
+        limit = self.limits.max_repeated_tokens
+        return limit is not None and request.num_repeats >= limit and not request.must_go_on
+
+    def _repetition(self, request: Request) -> RequestFailure:
+        return RequestFailure(
+            "repetition",
+            f"the model wrote token {request.generated[-1]} {request.num_repeats} times in a row "
+            "(scheduler.max_repeated_tokens); the request was ended and what it cached was dropped",
+        )
 
     # ------------------------------------------------------------------------------------------ the end
 
@@ -180,8 +194,9 @@ class RequestBook:
         logprobs: tuple[LogprobEntry, ...] = (),
     ) -> None:
         """Send the last delta. Blocks and device state go now, or when the last row in flight is answered."""
-        if reason is FinishReason.ERROR:
+        if failure is not None:
             self.failed_total += 1
+            logger.info("event=request_failed request=%s kind=%s message=%r", request.id, failure.kind, failure.message)
         elif reason is FinishReason.ABORT:
             self.aborted_total += 1
         else:
@@ -201,7 +216,6 @@ class RequestBook:
 
     def fail(self, request: Request, failure: RequestFailure, now: float) -> None:
         """End the request with an error."""
-        logger.info("event=request_failed request=%s kind=%s message=%r", request.id, failure.kind, failure.message)
         self.finish(request, FinishReason.ERROR, now, failure=failure)
 
     def abort(self, request_id: str, now: float) -> bool:

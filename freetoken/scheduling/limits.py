@@ -29,6 +29,7 @@ class SchedulerLimits:
     ride_along_tokens: int | None = None
     """Prefill of more tokens runs beside decoding requests as a background step; None: it shares their steps."""
     decode_share: float = 0.4
+    max_repeated_tokens: int | None = None
 
     @classmethod
     def from_spec(cls, spec: LaunchSpec) -> SchedulerLimits:
@@ -52,6 +53,7 @@ class SchedulerLimits:
             prefix_cache=spec.config.kv.prefix_cache,
             ride_along_tokens=RIDE_ALONG_TOKENS,
             decode_share=config.decode_share,
+            max_repeated_tokens=config.max_repeated_tokens,
         )
 
     @property

@@ -33,8 +33,8 @@ class Request:
         "holds_blocks", "id", "in_background", "init_tokens", "last_step_id", "last_token_s", "max_total_tokens",
         "min_total_tokens", "new_block_ids", "num_blocks", "num_bypassed", "num_cached_tokens",
         "num_committed_blocks", "num_computed_tokens", "num_in_flight", "num_pending_samples", "num_preemptions",
-        "num_scheduled_tokens", "num_sent_tokens", "on_device", "priority", "prompt", "sampling", "started_s",
-        "state", "stop_token_ids", "wanted_tokens",
+        "num_repeats", "num_scheduled_tokens", "num_sent_tokens", "on_device", "priority", "prompt", "sampling",
+        "started_s", "state", "stop_token_ids", "wanted_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -54,6 +54,7 @@ class Request:
         self.id = request_id
         self.prompt = prompt
         self.generated: list[int] = []
+        self.num_repeats = 0  # how many times in a row the last token has been generated
         self.sampling = sampling
         self.priority = priority
         self.arrival = arrival
@@ -152,9 +153,15 @@ class Request:
         self.last_step_id = step_id
         return row
 
+    @property
+    def must_go_on(self) -> bool:
+        """Whether the client forbids the model to end here, so that what it writes says nothing about its health."""
+        return self.sampling.ignore_eos or self.num_known_tokens < self.min_total_tokens
+
     def append_token(self, token_id: int, now: float) -> FinishReason | None:
         """A sampled token; returns why the request ends with it, if it does."""
         may_stop = self.num_known_tokens >= self.min_total_tokens
+        self.num_repeats = self.num_repeats + 1 if self.generated and self.generated[-1] == token_id else 1
         self.generated.append(token_id)
         if self.first_token_s is None:
             self.first_token_s = now

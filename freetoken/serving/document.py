@@ -48,6 +48,7 @@ ERRORS = (
     (429, "rate_limit_exceeded", "Queue full, or too many requests of one key; come back after `Retry-After` seconds."),
     (500, "internal_error", "A fault of the server; its log has more under the response's `X-Request-Id`."),
     (500, "numeric", "The model's output was not finite."),
+    (500, "repetition", "The model wrote one token `scheduler.max_repeated_tokens` times in a row."),
     (504, "request_timeout", "The generation took longer than `server.request_timeout_s`."),
     (503, "engine_loading", "Still loading; come back after `Retry-After` seconds."),
     (503, "engine_restarted", "An actor died and is being replaced; come back after `Retry-After` seconds."),

@@ -108,6 +108,8 @@ class FakeDevice:
         self.audit = audit
         self.numeric_faults: set[str] = set()
         """Requests whose next sampled row comes back as a numeric failure."""
+        self.stuck: dict[str, int] = {}
+        """Requests that sample nothing but this token."""
         self.num_steps = 0
         self.max_step_tokens = 0
         self._sequences: dict[str, _Sequence] = {}
@@ -248,9 +250,11 @@ class FakeDevice:
             return RowResult(who, failure="the logits are not finite")
         init = sequence.init
         num_generated = len(sequence.tokens) - init.num_prompt_tokens
-        token_id = sample_token(
-            self._read(sequence, end - 1), init.sampling, num_generated, init.eos_token_ids, self.vocab_size
-        )
+        token_id = self.stuck.get(who)
+        if token_id is None:
+            token_id = sample_token(
+                self._read(sequence, end - 1), init.sampling, num_generated, init.eos_token_ids, self.vocab_size
+            )
         sequence.tokens.append(token_id)
         logprob = LogprobEntry(token_id, -0.5) if init.sampling.top_logprobs >= 0 else None
         return RowResult(who, token_id, logprob)

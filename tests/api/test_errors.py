@@ -247,6 +247,7 @@ async def test_no_template(tmp_path: Path) -> None:
         (RequestFailure("context_length_exceeded", "600 tokens > 512"), 400, False),
         (RequestFailure("engine_restarted", "GpuExecutor died", True), 503, True),
         (RequestFailure("numeric", "logits are not finite"), 500, False),
+        (RequestFailure("repetition", "token 0 4096 times"), 500, False),
         (RequestFailure("internal", "oops"), 500, False),
     ],
 )

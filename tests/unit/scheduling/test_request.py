@@ -30,6 +30,15 @@ def test_stop_goes_before_length_and_the_context_bounds_both():
     assert endings(make(max_tokens=100), *[5] * 17)[-2:] == [None, FinishReason.LENGTH]
 
 
+def test_repeats_count_the_last_token_only():
+    request = make(max_tokens=10)
+    counts = []
+    for token_id in (5, 5, 6, 5, 5, 5):
+        request.append_token(token_id, 2.0)
+        counts.append(request.num_repeats)
+    assert counts == [1, 2, 1, 1, 2, 3]
+
+
 def test_init_names_all_stop_tokens_for_masking_and_what_is_known():
     request = make(max_tokens=10, stop_token_ids=(4,))
     request.append_token(5, 2.0)

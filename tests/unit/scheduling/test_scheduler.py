@@ -418,6 +418,35 @@ def test_prefix_is_out_of_reach_while_the_failed_request_still_lingers():
     rig.check_baseline()
 
 
+def test_model_that_repeats_one_token_is_ended_and_leaves_nothing_in_the_cache():
+    rig = make(max_repeated_tokens=12)
+    rig.device.stuck["bad"] = 9
+    rig.submit("bad", prompt(30), greedy(100))
+    rig.submit("good", prompt(20, salt=4), greedy(40))
+    rig.drain()
+    assert rig.tokens["bad"] == [9] * 12
+    failure = rig.endings["bad"].failure
+    assert (failure.kind, failure.retryable) == ("repetition", False)
+    assert "token 9 12 times" in failure.message and "scheduler.max_repeated_tokens" in failure.message
+    check_answer(rig, "good", prompt(20, salt=4), greedy(40))
+    rig.check_baseline()
+    rig.submit("again", (*prompt(30), *[9] * 10), greedy(20))
+    rig.drain()
+    assert rig.endings["again"].num_cached_tokens == 0
+    check_answer(rig, "again", (*prompt(30), *[9] * 10), greedy(20))
+
+
+@pytest.mark.parametrize(
+    "sampling", [greedy(40, ignore_eos=True), greedy(40, min_tokens=40)], ids=["ignore_eos", "min_tokens"]
+)
+def test_request_whose_client_forbids_an_end_may_repeat_one_token(sampling):
+    rig = make(max_repeated_tokens=12)
+    rig.device.stuck["a"] = 9
+    rig.submit("a", prompt(30), sampling)
+    rig.drain()
+    assert rig.tokens["a"] == [9] * 40 and rig.endings["a"].finish_reason is FinishReason.LENGTH
+
+
 def test_row_missing_from_a_result_fails_its_request():
     rig = make()
     rig.submit("a", prompt(5), greedy(5))
