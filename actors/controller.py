@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Any, ClassVar
 
@@ -28,6 +27,7 @@ from freetoken.messages import (
     TraceWish,
 )
 from freetoken.service import Service
+from freetoken.tasks import spawn
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Controller(ActorShell):
         self._host = RayHost(settings, self._self)
         super().__init__(spec, settings)
         self.service.start(adopt=context.was_current_actor_reconstructed)
-        self._launcher = asyncio.ensure_future(self._outlive_no_launcher())
+        self._launcher = spawn(self._outlive_no_launcher(), "launcher watch")
 
     def _make_service(self, spec: LaunchSpec, arguments: dict[str, Any]) -> Service:
         return create_service(
@@ -61,8 +61,10 @@ class Controller(ActorShell):
         finally:
             watch.close()
         log.warning("event=launcher_gone pid=%d", launcher.pid)
-        await self.stop()
-        end_actor(self._self)
+        try:
+            await self.stop()
+        finally:
+            end_actor(self._self)
 
     async def actors(self) -> list[ActorStatus]:
         """See ``ControllerClient``, as for all below."""

@@ -15,6 +15,7 @@ from freetoken.engine.lifecycle import ActorHandle
 from freetoken.errors import PeerLostError
 from freetoken.launch_spec import LaunchSpec
 from freetoken.messages import ACTOR_NAMES, ActorName
+from freetoken.tasks import spawn
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class RayHost:
                 await asyncio.sleep(0.01)
 
     def _watched(self, handle: RayActorHandle) -> RayActorHandle:
-        self._watches[handle] = asyncio.ensure_future(self._watch(handle))
+        self._watches[handle] = spawn(self._watch(handle), f"watch of {handle.name}")
         return handle
 
     async def _watch(self, handle: RayActorHandle) -> None:

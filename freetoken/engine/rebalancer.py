@@ -28,6 +28,7 @@ from freetoken.messages import (
     RebalanceWish,
     ResizeArena,
 )
+from freetoken.tasks import repeat, spawn
 from freetoken.transport import Endpoint
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,8 @@ class Rebalancer:
     def start(self) -> None:
         """Begin deciding, if that is wanted."""
         if self.shape is not None and self._spec.config.elastic.auto and self._loop is None:
-            self._loop = asyncio.ensure_future(self._run())
+            interval_s = self._spec.config.elastic.interval_s
+            self._loop = spawn(repeat(self._decide, lambda: interval_s, "rebalancing"), "rebalancing")
 
     async def close(self) -> None:
         """Stop deciding."""
@@ -150,18 +152,13 @@ class Rebalancer:
 
     # ------------------------------------------------------------------------------------------ decisions
 
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._spec.config.elastic.interval_s)
-            await self._decide()
-
     def _on_short(self, message: BlocksShort, fds: tuple[int, ...]) -> None:
         self._short = (time.monotonic(), message)
         now_s = time.monotonic()
         pause_s = now_s - max(self._changed_s, self._looked_s)
         if self._loop is not None and not self._busy and pause_s >= PRESSURE_PAUSE_S:
             self._looked_s = now_s
-            task: asyncio.Task[object] = asyncio.ensure_future(self._decide())
+            task: asyncio.Task[object] = spawn(self._decide(), "rebalancing under pressure")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -185,8 +182,6 @@ class Rebalancer:
                     await self._change(current, decision)
         except (CapacityError, KeyError) as error:  # an actor has no figures: it is being replaced
             logger.info("event=no_decision why=%r", str(error))
-        except Exception:
-            logger.exception("event=decision_failed")
         finally:
             self._looking = False
 

@@ -19,7 +19,6 @@ from freetoken.engine.lifecycle import ActorHandle, Restarts
 from freetoken.engine.members import Member, SupervisionPolicy
 from freetoken.engine.phases import CLOSE_STAGES, HEALTH, RESUME_STAGES, STORE_HOLDERS, Phase
 from freetoken.engine.store_keeper import StoreKeeper
-from freetoken.engine.tasks import brief, run_all
 from freetoken.engine.watcher import Watcher
 from freetoken.errors import (
     CapacityError,
@@ -31,6 +30,7 @@ from freetoken.errors import (
 )
 from freetoken.launch_spec import LaunchSpec
 from freetoken.messages import ACTOR_NAMES, ActorName, ActorState, ActorStatus, HealthState, HealthView, Wiring
+from freetoken.tasks import brief, run_all, spawn
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Supervisor:
 
     def start(self, adopt: bool = False) -> None:
         """Begin, in the background. ``adopt``: take over the actors of an earlier Controller."""
-        self._main = asyncio.ensure_future(self._run(adopt))
+        self._main = spawn(self._run(adopt), "supervision")
         self._watcher.start()
 
     def health(self) -> HealthView:
@@ -375,7 +375,7 @@ class Supervisor:
 
     def _prepare_if_missing(self, member: Member) -> None:
         if not member.loaded and member.preparing is None:
-            member.preparing = asyncio.ensure_future(self._prepare(member))
+            member.preparing = spawn(self._prepare(member), f"preparation of {member.name}")
 
     async def _prepare(self, member: Member) -> None:
         """Create and load; never raises. Ends with ``member.loaded``, or with its death recorded."""

@@ -11,6 +11,7 @@ from typing import Any
 from freetoken.engine.lifecycle import ActorHandle
 from freetoken.engine.members import Member, SupervisionPolicy
 from freetoken.errors import PeerLostError
+from freetoken.tasks import repeat, spawn
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +43,9 @@ class Watcher:
     def start(self) -> None:
         """Begin, in the background."""
         if self._policy.ping_interval_s is not None:
-            self._spawn(self._ping_all(self._policy.ping_interval_s))
-        self._spawn(self._follow_progress())
+            interval_s = self._policy.ping_interval_s
+            self._spawn(repeat(self._ping_all, lambda: interval_s, "pings"), "pings")
+        self._spawn(repeat(self._follow_progress, lambda: _PROGRESS_INTERVAL_S, "progress"), "progress")
 
     def tasks(self) -> list[asyncio.Task[None]]:
         """What runs now; cancel them to stop watching."""
@@ -61,18 +63,16 @@ class Watcher:
         if member.handle is handle:
             member.record_status(status, time.monotonic())
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = spawn(work, name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _ping_all(self, interval_s: float) -> None:
-        while True:
-            await asyncio.sleep(interval_s)
-            for member in self._others:
-                if member.handle is not None and not member.pinging:
-                    member.pinging = True
-                    self._spawn(self._ping(member, member.handle))
+    async def _ping_all(self) -> None:
+        for member in self._others:
+            if member.handle is not None and not member.pinging:
+                member.pinging = True
+                self._spawn(self._ping(member, member.handle), f"ping of {member.name}")
 
     async def _ping(self, member: Member, handle: ActorHandle) -> None:
         limit_s = self._policy.ping_timeout_s if member.loaded else self._policy.loading_silence_s
@@ -94,10 +94,8 @@ class Watcher:
             member.pinging = False
 
     async def _follow_progress(self) -> None:
-        while True:
-            await asyncio.sleep(_PROGRESS_INTERVAL_S)
-            if self._is_starting():
-                await asyncio.gather(*(self._ask_progress(member) for member in self._others))
+        if self._is_starting():
+            await asyncio.gather(*(self._ask_progress(member) for member in self._others))
 
     async def _ask_progress(self, member: Member) -> None:
         handle = member.handle

@@ -16,6 +16,7 @@ from freetoken.experts.route_recorder import RouteRecorder
 from freetoken.experts.route_trace import TraceInfo, decode_records
 from freetoken.experts.trace_files import DEFAULT_MAX_BYTES
 from freetoken.messages import TraceRecording
+from freetoken.tasks import repeat, spawn
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ class RouteWatch:
         self._before: list[NDArray[np.int64]] = []  # and compared
         self._counted: NDArray[np.int64] | None = None
         self._ratios: dict[str, float] = {}
+        self._compare_due_s = 0.0
+        self._failures = 0
 
     @property
     def is_recording(self) -> bool:
@@ -66,7 +69,7 @@ class RouteWatch:
         self._server = server
         self._counted = None
         self._set_mode()
-        self._task = asyncio.ensure_future(self._run())
+        self._restart()
 
     def detach(self) -> None:
         """The server has stopped: what it still has goes into the trace."""
@@ -152,25 +155,33 @@ class RouteWatch:
     def _restart(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        self._task = asyncio.ensure_future(self._run())
+        self._compare_due_s = asyncio.get_running_loop().time() + SHADOW_INTERVAL_S
+        self._task = spawn(repeat(self._look, self._interval_s, "route watch"), "route watch")
 
-    async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        due_s = loop.time() + SHADOW_INTERVAL_S
-        while True:
-            await asyncio.sleep(RECORD_INTERVAL_S if self._recorder is not None else SHADOW_INTERVAL_S)
-            server, recorder = self._server, self._recorder
-            if server is None:
-                return
-            if recorder is not None:
-                await recorder.record(server)  # the next only after this one, so that a slow disk lets the ring fill up
-                if recorder.ended and recorder is self._recorder:
-                    self._finish("")
-            elif self._closed is None or self._closed.done():
-                self._sample(server.drain_routes())
-            if loop.time() >= due_s:
-                due_s = loop.time() + SHADOW_INTERVAL_S
+    def _interval_s(self) -> float:
+        return RECORD_INTERVAL_S if self._recorder is not None else SHADOW_INTERVAL_S
+
+    async def _look(self) -> None:
+        try:
+            await self._take_routes()
+            now_s = asyncio.get_running_loop().time()
+            if now_s >= self._compare_due_s:
+                self._compare_due_s = now_s + SHADOW_INTERVAL_S
                 await self.compare()
+        except Exception:
+            self._failures += 1
+            raise
+
+    async def _take_routes(self) -> None:
+        server, recorder = self._server, self._recorder
+        if server is None:
+            return
+        if recorder is not None:
+            await recorder.record(server)  # the next only after this one, so that a slow disk lets the ring fill up
+            if recorder.ended and recorder is self._recorder:
+                self._finish("")
+        elif self._closed is None or self._closed.done():
+            self._sample(server.drain_routes())
 
     def _sample(self, data: bytes) -> None:
         """Keep what the shadows are to see."""
@@ -204,6 +215,7 @@ class RouteWatch:
             "recording": float(self.is_recording),
             "recorded_bytes": float(recorder.num_bytes if recorder is not None else 0),
             "unrecorded_publishes_total": float(self._all_dropped()),
+            "route_watch_failures_total": float(self._failures),
             **self._ratios,
         }
 

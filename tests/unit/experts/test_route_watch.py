@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from freetoken.errors import ConfigError, TraceBusyError
+from freetoken.experts import route_watch
 from freetoken.experts.replay import replay_policy
 from freetoken.experts.route_recorder import RouteRecorder
 from freetoken.experts.route_trace import TraceInfo, encode_header, encode_record, measure_trace, read_trace
+from freetoken.experts.route_watch import RouteWatch
 from freetoken.messages import TraceWish
 from freetoken.testing.waiting import until
 
@@ -194,3 +196,23 @@ async def test_shadows_stand_beside_the_real_cache(make_peers):
     figures = peers.cache.metrics()
     assert 0 < figures["shadow_lru_hit_ratio"] <= figures["shadow_belady_hit_ratio"] < 1
     assert 0 < figures["sampled_hit_ratio"] < 1
+
+
+async def test_the_watch_outlives_a_failure_and_counts_it(make_peers, monkeypatch, caplog):
+    monkeypatch.setattr(route_watch, "SHADOW_INTERVAL_S", 0.001)
+    failures = [MemoryError("no room"), None]
+    compare, compared = RouteWatch.compare, asyncio.Event()
+
+    async def faulty(self):
+        if failures and (error := failures.pop(0)) is not None:
+            raise error
+        await compare(self)
+        compared.set()
+
+    monkeypatch.setattr(RouteWatch, "compare", faulty)
+    peers = make_peers(num_slots=6)
+    await peers.load()
+    await peers.wire(1)
+    await compared.wait()
+    assert peers.cache.metrics()["route_watch_failures_total"] == 1.0
+    assert "event=round_failed task=route watch" in caplog.text and "no room" in caplog.text
