@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
 import os
 import shlex
 import shutil
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from freetoken.cli.agents import AGENTS, agent_named
 from freetoken.cli.agents.client import KEY_VARIABLE, Agent, ServedModel, Setup
 from freetoken.cli.messages import FAILED, report
-from freetoken.config.schema import ServerConfig
+from freetoken.cli.server import DEFAULT_URL, EngineServer
 from freetoken.errors import ConfigError, FreeTokenError
 
 _TIMEOUT_S = 10.0
-_PORT = ServerConfig.model_fields["port"].default
 
 
 def add_parser(subparsers: Any) -> None:
@@ -33,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
         "and its exit status is this command's.",
     )
     parser.add_argument("name", metavar="NAME", choices=AGENTS, help=f"the agent: {', '.join(AGENTS)}")
-    parser.add_argument("--url", default=f"http://127.0.0.1:{_PORT}", help="the server (default: %(default)s)")
+    parser.add_argument("--url", default=DEFAULT_URL, help="the server (default: %(default)s)")
     parser.add_argument(
         "--api-key", metavar="KEY", help=f"where the server wants one (default: {KEY_VARIABLE} of the environment)"
     )
@@ -105,12 +101,13 @@ def _find_program(agent: Agent, given: str | None, required: bool) -> str:
 def read_model(url: str, key: str = "", name: str | None = None) -> ServedModel:
     """What the server at ``url`` serves. Raises ``FreeTokenError`` when it is not there, not ready, wants another key,
     or does not know ``name``."""
-    url = url.rstrip("/").removesuffix("/v1")
-    status, health = _get(url, "/health", "")
+    server = EngineServer(url, key, _TIMEOUT_S)
+    url = server.url
+    status, health = server.look("/health")
     if status == 503:
         detail = ": ".join(filter(None, (str(health.get("status", "")), str(health.get("detail", "")))))
         raise FreeTokenError(f"the server at {url} is not ready ({detail or 'no reason given'}); try again later")
-    status, models = _get(url, "/v1/models", key)
+    status, models = server.look("/v1/models")
     if status in (401, 403):
         raise FreeTokenError(
             f"the server at {url} wants an API key: --api-key KEY, or {KEY_VARIABLE} in the environment"
@@ -126,26 +123,3 @@ def read_model(url: str, key: str = "", name: str | None = None) -> ServedModel:
     if context <= 0:
         raise FreeTokenError(f"{url}/v1/models does not tell the context of {chosen['id']!r}")
     return ServedModel(url, chosen["id"], context, int(chosen.get("max_output_tokens") or context), key)
-
-
-def _get(url: str, path: str, key: str) -> tuple[int, dict[str, Any]]:
-    """Status and JSON of a path; what is no JSON object is an empty one."""
-    parts = urlsplit(url)
-    kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-    try:
-        connection = kinds[parts.scheme](parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
-    except (KeyError, ValueError):
-        raise ConfigError(f"--url {url!r} is not the address of a server, like http://127.0.0.1:{_PORT}") from None
-    try:
-        connection.request("GET", parts.path + path, headers={"Authorization": f"Bearer {key}"} if key else {})
-        response = connection.getresponse()
-        body = json.loads(response.read() or b"null")
-    except ValueError:
-        body = None
-    except (OSError, http.client.HTTPException) as error:
-        raise FreeTokenError(
-            f"no server answers at {url} ({error}); start one with `freetoken launch MODEL`, or say where it is: --url"
-        ) from None
-    finally:
-        connection.close()
-    return response.status, body if isinstance(body, dict) else {}

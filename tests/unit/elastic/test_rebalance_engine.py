@@ -352,7 +352,7 @@ async def test_the_command_line_asks_the_same(checkpoint: Path, capsys: pytest.C
         assert (await cache("rebalance"))[0] == 2
         assert (await cache("--auto"))[0] == 2
     status, text = await cache()
-    assert status == 1 and "no engine answers" in text
+    assert status == 1 and "no server answers" in text
 
 
 async def test_without_a_budget_there_is_nothing_to_move(checkpoint: Path) -> None:
