@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -68,18 +69,27 @@ class Member:
     status: ActorStatus | None = None
     last_status: ActorStatus | None = None
     status_s: float = 0.0
+    led_to: ActorState = ActorState.LOADING
+    led_s: float = 0.0
     pinging: bool = False
 
-    def record_status(self, status: ActorStatus, now: float) -> None:
-        """The actor's newest account of itself; ``last_status`` outlives its process."""
-        self.status = self.last_status = status
-        self.status_s = now
+    def record_status(self, status: ActorStatus, asked_s: float) -> None:
+        """The actor's account of itself in answer to a question of ``asked_s``, unless a newer one came first;
+        ``last_status`` outlives its process."""
+        if self.status is None or asked_s >= self.status_s:
+            self.status = self.last_status = status
+            self.status_s = asked_s
+
+    def record_transition(self, state: ActorState, now: float) -> None:
+        """The actor has told that it did what brings it into ``state``: accounts from before that are out of date."""
+        self.led_to, self.led_s = state, now
 
     def record_death(self, reason: str, now: float) -> None:
         """Forget the process and count it."""
         self.handle = None
         self.preparing = None
         self.status = None
+        self.led_to = ActorState.LOADING
         self.loaded = self.touched = self.holds_store = self.awaits_store = False
         self.progress = (0, 0, "")
         self.reason = reason
@@ -97,8 +107,10 @@ class Member:
         return 0.0 if (recent := self.recent_deaths(now)) <= 1 else min(5.0, 0.05 * 2.0 ** (recent - 2))
 
     def describe(self, epoch: int) -> ActorStatus:
-        """What can be said without asking the actor."""
-        if self.status is not None:
+        """What can be said without asking the actor. One that is busy owes the newest figures, not what it is."""
+        if self.status is not None and self.status_s >= self.led_s:
             return self.status
-        state = ActorState.LOADING if self.handle or self.preparing else ActorState.DEAD
+        if self.status is not None:
+            return dataclasses.replace(self.status, state=self.led_to, epoch=epoch)
+        state = self.led_to if self.handle or self.preparing else ActorState.DEAD
         return ActorStatus(self.name, state, self.handle.pid if self.handle else 0, epoch, 0.0, detail=self.reason)

@@ -279,7 +279,7 @@ class Supervisor:
         await self._wire_all()
         for stage in RESUME_STAGES:
             await run_all(
-                self._guarded(member, handle.resume, self._policy.resume_timeout_s, "resume")
+                self._guarded(member, handle.resume, self._policy.resume_timeout_s, "resume", ActorState.SERVING)
                 for member, handle in self._living()
                 if member.name in stage
             )
@@ -290,7 +290,8 @@ class Supervisor:
 
     async def _pause_touched(self, reason: str) -> None:
         async def pause(member: Member, handle: ActorHandle) -> None:
-            await self._guarded(member, partial(handle.pause, reason), self._policy.pause_timeout_s, "pause")
+            limit_s = self._policy.pause_timeout_s
+            await self._guarded(member, partial(handle.pause, reason), limit_s, "pause", ActorState.PAUSED)
             member.touched = False
 
         outcomes = await asyncio.gather(
@@ -309,7 +310,9 @@ class Supervisor:
         await run_all(
             [
                 *(
-                    self._guarded(member, partial(handle.wire, wiring, self._restarts()), limit_s, "wire")
+                    self._guarded(
+                        member, partial(handle.wire, wiring, self._restarts()), limit_s, "wire", ActorState.WIRED
+                    )
                     for member, handle in members
                 ),
                 self._hand_over_store(),
@@ -324,13 +327,21 @@ class Supervisor:
         return {member.name: member.restarts for member, _ in self._living()}
 
     async def _guarded(
-        self, member: Member, call: Callable[[], Coroutine[Any, Any, None]], limit_s: float, what: str
+        self,
+        member: Member,
+        call: Callable[[], Coroutine[Any, Any, None]],
+        limit_s: float,
+        what: str,
+        leads_to: ActorState,
     ) -> None:
-        """Await ``call()`` for at most ``limit_s``. Whatever goes wrong is dealt with here, then ends the attempt."""
+        """Await ``call()``, which brings the actor into the state ``leads_to``, for at most ``limit_s``. Whatever goes
+        wrong is dealt with here, then ends the attempt."""
         handle = member.handle
         assert handle is not None
         try:
             await asyncio.wait_for(call(), limit_s)
+            if member.handle is handle:
+                member.record_transition(leads_to, time.monotonic())
             return
         except asyncio.TimeoutError:
             reason = f"{what} took longer than {limit_s:g} s"
@@ -466,6 +477,7 @@ class Supervisor:
         """Returns what the earlier Controller told this actor about restarts."""
         member = self._others[handle.name]
         member.handle, member.loaded, member.touched = handle, True, True
+        asked_s = time.monotonic()
         try:
             status = await asyncio.wait_for(handle.status(), self._policy.ping_timeout_s)
             known = await asyncio.wait_for(handle.restarts(), self._policy.ping_timeout_s)
@@ -476,7 +488,7 @@ class Supervisor:
             # Half-way through a load that this Controller knows nothing of.
             await self._put_down(member, handle, f"{status.state.value} when the Controller was restarted")
             return known
-        member.record_status(status, self._clock())
+        member.record_status(status, asked_s)
         self._was_ready = True
         has_store = status.metrics.get("store_bytes", 1.0) > 0
         member.holds_store = member.name in STORE_HOLDERS and has_store

@@ -56,12 +56,13 @@ class Watcher:
         handle = member.handle
         if handle is None or (member.status is not None and time.monotonic() - member.status_s < max_age_s):
             return
+        asked_s = time.monotonic()
         try:
             status = await asyncio.wait_for(handle.status(), STATUS_TIMEOUT_S)
         except Exception:
             return
         if member.handle is handle:
-            member.record_status(status, time.monotonic())
+            member.record_status(status, asked_s)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = spawn(work, name)
@@ -76,6 +77,7 @@ class Watcher:
 
     async def _ping(self, member: Member, handle: ActorHandle) -> None:
         limit_s = self._policy.ping_timeout_s if member.loaded else self._policy.loading_silence_s
+        asked_s = time.monotonic()
         try:
             try:
                 status = await asyncio.wait_for(handle.status(), limit_s)
@@ -83,7 +85,7 @@ class Watcher:
                 # If this very process was stopped for a while, the answer is there but unread: ask once more.
                 status = await asyncio.wait_for(handle.status(), min(_SECOND_CHANCE_S, limit_s))
             if member.handle is handle:
-                member.record_status(status, time.monotonic())
+                member.record_status(status, asked_s)
         except asyncio.TimeoutError:
             await self._put_down(member, handle, f"silent for {limit_s:g} s")
         except PeerLostError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from freetoken.engine import watcher
 from freetoken.engine.phases import Phase
 from freetoken.errors import CheckpointError, FreeTokenError, PeerLostError
 from freetoken.messages import ACTOR_NAMES, ActorName, ActorsSuspected, ActorState, HealthState
@@ -32,6 +33,28 @@ async def test_start(group: FakeGroup) -> None:
     assert all(status.state is ActorState.SERVING and status.restarts == 0 for status in statuses)
     overview = await group.controller.overview()
     assert overview.url.startswith("http://127.0.0.1:")
+
+
+async def test_an_actor_that_is_slow_to_tell_is_described_by_what_it_was_led_to(
+    group: FakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a fresh engine under load, when no status has come within its limit since the actors serve."""
+
+    monkeypatch.setattr(watcher, "STATUS_TIMEOUT_S", 0.02)
+
+    async def described() -> dict[ActorName, tuple[ActorState, int]]:
+        return {status.name: (status.state, status.epoch) for status in await group.controller.actors()}
+
+    group.host.hanging |= {(CPU, "status"), (GPU, "status")}
+    group.start()
+    await group.until_answering(epoch=1)
+    assert set((await described()).values()) == {(ActorState.SERVING, 1)}
+    group.host.hanging.clear()
+    await group.controller.actors()  # from now on they have told once, in the first epoch
+    group.host.hanging |= {(CPU, "status"), (GPU, "status")}
+    await group.host.crash(FRONT)
+    await group.until_answering(epoch=2)
+    assert set((await described()).values()) == {(ActorState.SERVING, 2)}
 
 
 async def test_order_of_the_start(group: FakeGroup) -> None:
