@@ -91,8 +91,8 @@ def _show(console: Console, status: dict[str, Any]) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("pool", "capacity", "bytes", "in use"):
         table.add_column(column, justify="left" if column == "pool" else "right")
-    size = format_bytes(int(experts["capacity"] * plan["slot_stride_bytes"]))
-    table.add_row("expert slots", f"{experts['capacity']:.0f}", size, f"{experts.get('resident') or 0:.0f}")
+    size = format_bytes(int(experts["slots"] * plan["slot_stride_bytes"]))
+    table.add_row("expert slots", f"{experts['slots']:.0f}", size, f"{experts.get('resident_slots', 0.0):.0f}")
     size = format_bytes(int(kv.get("blocks", 0.0) * plan["kv_block_bytes"]))
     held = kv.get("held_blocks", 0.0) * plan["kv_block_size"]
     table.add_row("KV tokens", f"{kv['capacity_tokens']:.0f}", size, f"{held:.0f}")

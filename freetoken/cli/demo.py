@@ -101,7 +101,7 @@ def _print_figures(usage: dict[str, Any], cache: dict[str, Any], actors: dict[st
         "where experts ran",
         f"slots {uses['hits']}, fetched {uses['fetches']}, CPU executor {uses['cpu']}",
     )
-    table.add_row("expert slots", f"{int(experts.get('resident', 0))} of {int(experts.get('capacity', 0))} filled")
+    table.add_row("expert slots", f"{int(experts.get('resident_slots', 0))} of {int(experts.get('slots', 0))} filled")
     table.add_row("weights in host memory", format_bytes(int(store.get("store_bytes", 0))))
     names = ", ".join(f"{a['name']} ({a['pid']})" for a in actors.get("actors", []))
     table.add_row("actors (process)", names)

@@ -157,15 +157,14 @@ class EngineView:
         return 0.0 if busy_since_s is None else now - max(busy_since_s, self._step_seen_s)
 
     async def cache_status(self) -> dict[str, Any]:
-        """The body of /v1/cache/status."""
+        """The body of /v1/cache/status: ``plan`` is that of the launch, the rest the actors' figures by the names they
+        have in /metrics, each once."""
         actors = await self.actors()
-        experts = _metrics_of(actors, ActorName.EXPERT_CACHE)
-        uses = {kind: experts.get(f"{kind}_total", 0.0) for kind in ("hits", "fetches", "cpu")}
-        total = sum(uses.values())
-        kv = _metrics_of(actors, ActorName.KV_ALLOCATOR)
-        queried = kv.get("query_tokens_total", 0.0)
         plan = self._spec.plan
-        blocks = kv.get("blocks", float(plan.num_kv_blocks))
+        cache = _metrics_of(actors, ActorName.EXPERT_CACHE)
+        split = {key: value for key, value in cache.items() if key.startswith("split_")}
+        kv = _metrics_of(actors, ActorName.KV_ALLOCATOR)
+        kv.pop("block_size_tokens", None)  # the plan's, which nothing changes
         return {
             "object": "cache.status",
             "plan": {
@@ -177,26 +176,22 @@ class EngineView:
                 "kv_dtype": plan.kv_dtype,
                 "kv_capacity_tokens": plan.kv_capacity_tokens,
                 "max_context_tokens": plan.max_context_tokens,
-                "store_bytes": plan.store_bytes,
                 "dense_bytes": plan.dense_bytes,
                 "workspace_bytes": plan.workspace_bytes,
             },
             "experts": {
-                "capacity": experts.get("slots", float(plan.num_slots)),
-                "resident": experts.get("resident_slots"),
-                **experts,
-                "hit_rate": uses["hits"] / total if total else None,
+                "slots": float(plan.num_slots),
+                **{key: value for key, value in cache.items() if key not in split},
             },
             "split": {
                 "setting": self._spec.config.experts.split,
                 "now": _detail_of(actors, ActorName.EXPERT_CACHE),
                 "costs": (plan.costs or assumed_costs(self._spec.config.device)).to_json(),
-                **{key.removeprefix("split_"): value for key, value in experts.items() if key.startswith("split_")},
+                **{key.removeprefix("split_"): value for key, value in split.items()},
             },
             "kv": {
-                "capacity_tokens": int(blocks) * plan.kv_block_size,
+                "capacity_tokens": int(kv.get("blocks", plan.num_kv_blocks)) * plan.kv_block_size,
                 **kv,
-                "hit_rate": kv.get("hit_tokens_total", 0.0) / queried if queried else None,
             },
             "elastic": elastic_json(await self._elastic()),
             "store": {"store_bytes": plan.store_bytes, **_metrics_of(actors, ActorName.WEIGHT_STREAMER)},

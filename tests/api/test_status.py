@@ -29,8 +29,17 @@ METRICS: dict[ActorName, dict[str, float]] = {
         "hits_total": 30.0,
         "fetches_total": 6.0,
         "cpu_total": 4.0,
+        "hit_ratio": 0.75,
+        "split_fetch_gbps": 12.25,
     },
-    ActorName.KV_ALLOCATOR: {"free_blocks": 60.0, "hit_tokens_total": 16.0, "query_tokens_total": 64.0},
+    ActorName.KV_ALLOCATOR: {
+        "blocks": 61.0,
+        "free_blocks": 60.0,
+        "block_size_tokens": 16.0,
+        "hit_tokens_total": 16.0,
+        "query_tokens_total": 64.0,
+        "hit_ratio": 0.25,
+    },
     ActorName.WEIGHT_STREAMER: {"loaded_bytes_total": 4096.0},
     ActorName.GPU_EXECUTOR: {"odd key!": 1.5, "not_finite": math.nan},
 }
@@ -172,11 +181,37 @@ async def test_cache_status(checkpoint: Path) -> None:
         assert status == 200
         assert body["plan"]["num_slots"] == 8
         assert body["plan"]["kv_capacity_tokens"] == 64 * 16
-        assert body["experts"]["resident"] == 5.0
-        assert body["experts"]["hit_rate"] == 0.75
+        assert body["experts"]["resident_slots"] == 5.0
+        assert body["split"]["fetch_gbps"] == 12.25
         assert body["kv"]["free_blocks"] == 60.0
-        assert body["kv"]["hit_rate"] == 0.25
+        assert body["kv"]["capacity_tokens"] == 61 * 16
         assert body["store"] == {"store_bytes": 1 << 22, "loaded_bytes_total": 4096.0}
+
+
+async def test_cache_status_has_each_figure_once(checkpoint: Path) -> None:
+    def leaves(value: Any) -> list[Any]:
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+        return [value] if parts is None else [leaf for part in parts for leaf in leaves(part)]
+
+    metrics = {
+        name: {key: 1000.5 + 100 * index + place for place, key in enumerate(METRICS[name])}
+        for index, name in enumerate((ActorName.EXPERT_CACHE, ActorName.KV_ALLOCATOR, ActorName.WEIGHT_STREAMER))
+    }
+    control = FakeControl()
+    control.statuses = [replace(s, metrics=metrics.get(s.name, {})) for s in control.statuses]
+    async with open_site(checkpoint, control) as site:
+        _, body = await site.get("/v1/cache/status")
+        told = leaves(body)
+        for figures in metrics.values():
+            for key, value in figures.items():
+                assert told.count(value) == (key != "block_size_tokens"), key  # which the plan has
+
+
+async def test_cache_status_without_the_actors_is_the_plan(checkpoint: Path) -> None:
+    async with open_site(checkpoint, FakeControl(error=RuntimeError("actor died"))) as site:
+        _, body = await site.get("/v1/cache/status")
+        assert body["experts"] == {"slots": 8.0} and body["kv"] == {"capacity_tokens": 64 * 16}
+        assert body["store"] == {"store_bytes": 1 << 22}
 
 
 async def test_metrics(checkpoint: Path) -> None:

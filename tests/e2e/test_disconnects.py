@@ -83,7 +83,7 @@ def test_everything_returns(engine: EngineProcess, path: str, streamed: bool) ->
         )
     assert complete(url, [7, 8, 9], 4)["choices"][0]["text"] == before
     experts = get(url, "/v1/cache/status")["experts"]
-    assert experts["resident_slots"] + experts["in_flight_slots"] <= experts["capacity"]
+    assert experts["resident_slots"] + experts["in_flight_slots"] <= experts["slots"]
 
 
 def test_many_leave_at_once(engine: EngineProcess) -> None:

@@ -150,7 +150,7 @@ def test_64_streams_with_random_aborts_return_to_the_baseline(engine: EngineProc
         assert time.monotonic() < deadline, (scheduler, status["kv"])
         time.sleep(0.1)
     experts = status["experts"]
-    assert experts["resident_slots"] + experts["in_flight_slots"] <= experts["capacity"]
+    assert experts["resident_slots"] + experts["in_flight_slots"] <= experts["slots"]
 
 
 def test_metrics_are_prometheus_text_from_every_actor(engine: EngineProcess) -> None:

@@ -55,5 +55,5 @@ def test_the_engine_gives_the_tokens_of_the_kernels(tmp_path: Path) -> None:
             answer = complete(engine.url, prompt, NUM_TOKENS)
             assert answer["choices"][0]["text"] == tokenizer.decode(tokens)
         status = get(engine.url, "/v1/cache/status")
-    assert status["plan"]["kv_dtype"] == "bf16" and 0 < status["experts"]["capacity"] < 32
+    assert status["plan"]["kv_dtype"] == "bf16" and 0 < status["experts"]["slots"] < 32
     assert min(status["experts"][kind] for kind in ("hits_total", "fetches_total", "cpu_total")) > 0

@@ -118,7 +118,7 @@ def test_a_changed_division_survives_all_but_its_memory(engine: EngineProcess, v
         assert status["kv"]["capacity_tokens"] == changed
     assert status["kv"]["capacity_tokens"] // 16 == status["kv"]["blocks"]
     device = next(a["metrics"] for a in get(engine.url, "/v1/actors")["actors"] if a["name"] == "GpuExecutor")
-    assert device["slots"] == status["experts"]["capacity"] and device["kv_blocks"] == status["kv"]["blocks"]
+    assert device["slots"] == status["experts"]["slots"] and device["kv_blocks"] == status["kv"]["blocks"]
 
 
 @pytest.mark.parametrize("victim", [ActorName.EXPERT_CACHE, ActorName.CONTROLLER, ActorName.SCHEDULER], ids=str)

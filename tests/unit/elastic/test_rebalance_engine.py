@@ -139,7 +139,7 @@ async def test_8_streams_and_a_long_one_go_on_through_100_rebalances(checkpoint:
         streams.append(functools.partial(engine.complete, PROMPTS[3], 400))
         expected = await asyncio.gather(*(stream() for stream in streams))
         before = await engine.get("/v1/cache/status")
-        assert 0 < before["experts"]["capacity"] < 40  # of 48 records
+        assert 0 < before["experts"]["slots"] < 40  # of 48 records
         steps = engine.service(ActorName.SCHEDULER).metrics()["steps_total"]
         rebalancer = engine.runtime.controller.rebalancer
         shape = rebalancer.shape
@@ -177,12 +177,12 @@ async def test_an_operator_asks_over_http(checkpoint: Path) -> None:
         expected = await engine.complete(prompt, 8)
         status = await engine.get("/v1/cache/status")
         assert status["elastic"]["elastic"] and status["kv"]["capacity_tokens"] == 1536
-        slots = status["experts"]["capacity"]
+        slots = status["experts"]["slots"]
         code, answer = await engine.post({"kv_tokens": 1700})
         assert code == 200 and answer["outcome"] == "done", answer
         assert answer["kv_tokens"]["before"] >= 1536 and answer["kv_tokens"]["after"] >= 1700
         status = await engine.get("/v1/cache/status")
-        assert status["experts"]["capacity"] == answer["slots"]["after"] < slots
+        assert status["experts"]["slots"] == answer["slots"]["after"] < slots
         assert status["kv"]["capacity_tokens"] == answer["kv_tokens"]["after"]
         assert status["kv"]["cached_blocks"] > 0  # the prefix is still there
         assert await engine.complete(prompt, 8) == expected
@@ -240,13 +240,13 @@ async def test_when_memory_cannot_be_mapped_the_old_division_serves(
         outcomes = []
         for fail_at in range(1, 200):
             calls, failing.fail_at = 0, fail_at
-            before = (await engine.get("/v1/cache/status"))["experts"]["capacity"]
+            before = (await engine.get("/v1/cache/status"))["experts"]["slots"]
             code, answer = await engine.post({"kv_tokens": 1700})
             outcomes.append(code)
             if code == 200:
                 break
             assert "out of physical memory" in answer["error"]["message"]
-            assert (await engine.get("/v1/cache/status"))["experts"]["capacity"] == before
+            assert (await engine.get("/v1/cache/status"))["experts"]["slots"] == before
             engine.check()
         assert outcomes[-1] == 200 and outcomes.count(409) == len(outcomes) - 1 > 3
         assert await asyncio.gather(*streams) == expected
