@@ -83,7 +83,6 @@ class SubmitRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0
-    session_key: str = ""
     comes_back: bool | None = None
 
 

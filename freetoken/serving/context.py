@@ -112,9 +112,6 @@ CONTEXT: web.AppKey[FrontContext] = web.AppKey("context", FrontContext)
 
 
 def session_of(request: web.Request, explicit: str | None) -> Session:
-    """Which conversation a request belongs to, if the client says so."""
-    names = (request.headers.get(name, "") for name in SESSION_HEADERS)
-    key = explicit or next(filter(None, names), "")
-    agent = next(filter(None, (request.headers.get(name, "") for name in AGENT_HEADERS)), "")
-    whole = f"{key}/{agent}" if agent else key
-    return Session(whole[:512].encode(errors="replace").decode(), is_side=bool(agent))
+    """What the client says of the request's conversation. ``explicit`` is its name in the body, if it has one there."""
+    is_side = any(request.headers.get(name) for name in AGENT_HEADERS)
+    return Session(is_named=bool(explicit) or any(map(request.headers.get, SESSION_HEADERS)), is_side=is_side)

@@ -110,10 +110,11 @@ class ResponseFormat:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a client says of the conversation that a request belongs to. ``key`` ties its requests together; empty when
-    nothing does. ``is_side``: it is a sub-agent's, for which another conversation waits."""
+    """What a client says of the conversation that a request belongs to. ``is_named``: it has a name for it; which one
+    does not matter, since what a conversation has cached is found by its tokens. ``is_side``: it is a sub-agent's, for
+    which another conversation waits."""
 
-    key: str = ""
+    is_named: bool = False
     is_side: bool = False
 
     def comes_back(self, has_tools: bool) -> bool | None:
@@ -121,7 +122,7 @@ class Session:
         without tools for titles and the like, once."""
         if self.is_side:
             return False
-        return True if self.key and has_tools else None
+        return True if self.is_named and has_tools else None
 
 
 @dataclass(frozen=True, slots=True)

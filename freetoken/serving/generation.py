@@ -58,7 +58,6 @@ class Generation:
         request_id: str,
         sequences: Sequence[SequencePlan],
         choices: list[ChoiceState],
-        session_key: str,
         comes_back: bool | None,
         endpoint: Endpoint,
         streams: RequestStreams,
@@ -72,7 +71,6 @@ class Generation:
         self._sequences = sequences
         self._choices = choices
         self._by_id = {choice.request_id: choice for choice in choices}
-        self._session_key = session_key
         self._comes_back = comes_back
         self._endpoint = endpoint
         self._streams = streams
@@ -94,7 +92,6 @@ class Generation:
                         request_id=choice.request_id,
                         prompt_token_ids=sequence.prompt_token_ids,
                         sampling=sequence.sampling,
-                        session_key=self._session_key,
                         comes_back=self._comes_back,
                     ),
                 )
@@ -324,7 +321,6 @@ class Generator:
             request_id,
             sequences,
             choices,
-            session.key,
             session.comes_back(has_tools),
             self._endpoint,
             self._streams,

@@ -157,7 +157,7 @@ class GenerationFields(BaseModel):
     ignore_eos: bool | None = Field(None, description="Go on after the end-of-sequence token.")
     skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text (default true).")
     prompt_cache_key: str | None = Field(
-        None, max_length=512, description="Requests with the same key belong together."
+        None, max_length=512, description="A name of the conversation: with tools, its KV is kept for the next turn."
     )
 
 

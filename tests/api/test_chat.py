@@ -298,8 +298,10 @@ async def test_long_prompts_are_encoded_off_the_loop(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("header", ["x-session-id", "X-Claude-Code-Session-Id"])
-async def test_session_key(site: Site, header: str) -> None:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+async def test_named_conversations_with_tools_come_back(site: Site, header: str) -> None:
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "tools": tools}
     await site.post("/v1/chat/completions", body, headers={header: "abc"})
-    await site.post("/v1/chat/completions", {**body, "prompt_cache_key": "k"}, headers={header: "abc"})
-    assert [request.session_key for request in site.scheduler.submitted] == ["abc", "k"]
+    await site.post("/v1/chat/completions", {**body, "prompt_cache_key": "k"})
+    await site.post("/v1/chat/completions", body)
+    assert [request.comes_back for request in site.scheduler.submitted] == [True, True, None]

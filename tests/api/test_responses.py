@@ -415,10 +415,13 @@ async def test_a_schema_that_cannot_be_enforced_is_refused(site: Site) -> None:
     assert str(error["param"]).startswith("text.format"), error
 
 
-async def test_session_keys(site: Site) -> None:
-    await create(site, prompt_cache_key="thread-1")
-    await site.post(PATH, {"model": "tiny", "input": "x"}, headers={"session-id": "s-2"})
-    assert [request.session_key for request in site.scheduler.submitted] == ["thread-1", "s-2"]
+async def test_named_conversations_with_tools_come_back(site: Site) -> None:
+    tools = [{"type": "function", "name": "look", "parameters": {"type": "object"}}]
+    body = {"model": "tiny", "input": "x", "tools": tools}
+    await site.post(PATH, {**body, "prompt_cache_key": "thread-1"})
+    await site.post(PATH, body, headers={"session-id": "s-2"})
+    await site.post(PATH, body)
+    assert [request.comes_back for request in site.scheduler.submitted] == [True, True, None]
 
 
 async def test_the_sdk(site: Site) -> None:

@@ -25,7 +25,7 @@ from freetoken.transport.codec import HEADER, Assembler, Header, Kind, PacketErr
 
 MESSAGES = [
     StepNotice(1, 2, 3, 4, last=True),
-    SubmitRequest("a", tuple(range(1000)), SamplingParams(logit_bias=((1, 2.5),)), session_key="ü"),
+    SubmitRequest("a", tuple(range(1000)), SamplingParams(logit_bias=((1, 2.5),)), comes_back=True),
     TokenBatch(1, 1, (TokenDelta("r", (1,), finish_reason=FinishReason.STOP),)),
     ActorStatus(ActorName.CONTROLLER, ActorState.SERVING, 1, 2, 3.0, metrics={"a_total": 1.0}),
     Wiring(3, {ActorName.SCHEDULER: "x"}),
