@@ -98,11 +98,14 @@ def _show(console: Console, status: dict[str, Any]) -> None:
     table.add_row("KV tokens", f"{kv['capacity_tokens']:.0f}", size, f"{held:.0f}")
     console.print(table)
     if not elastic["elastic"]:
-        console.print("memory cannot move between them (it takes a --vram budget and elastic.enabled)")
+        console.print(
+            "memory cannot move between them (it takes a --vram budget, elastic.enabled, and elastic.mode=auto)"
+        )
         return
     budget = format_bytes(elastic["granules"] * elastic["granule_bytes"])
     how = "by itself and on request" if elastic["auto"] else "on request"
     console.print(f"they share {budget} in pieces of {format_bytes(elastic['granule_bytes'])}, divided {how}")
+    console.print(f"a change ({elastic['mode']}): {elastic['cost']}", markup=False, highlight=False, soft_wrap=True)
     for decision in elastic["decisions"]:
         text = f"{decision['trigger']}: {decision['outcome']}: {_sentence(decision)}"
         console.print(text, markup=False, highlight=False, soft_wrap=True)

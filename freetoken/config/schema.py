@@ -186,6 +186,11 @@ class ElasticConfig(_Section):
     """Memory that moves between expert slots and KV while serving; where there is a ``vram`` budget."""
 
     enabled: bool = Field(True, description="Build the arena so that its pools can trade memory.")
+    mode: Literal["auto", "virtual", "reallocate"] = Field(
+        "auto",
+        description="How: virtual maps memory at its new place while requests run; reallocate allocates all anew, for "
+        "which running requests are computed again; auto is virtual where the device can.",
+    )
     auto: bool = Field(True, description="Trade memory without being asked, where it is worth more.")
     granule_bytes: Bytes | None = Field(
         None, description="What is moved at once; unset: 32 MiB, less for small budgets."
@@ -193,6 +198,9 @@ class ElasticConfig(_Section):
     interval_s: float = Field(5.0, gt=0, description="Interval of automatic decisions.")
     cooldown_s: float = Field(
         15.0, ge=0, description="After a change, memory is taken back from KV no sooner than this."
+    )
+    reallocate_cooldown_s: float = Field(
+        600.0, ge=0, description="With reallocation, nothing changes by itself sooner than this after a change."
     )
     advantage: float = Field(
         1.5, ge=1, description="How many times more a granule must be worth on the side that gets it."

@@ -82,6 +82,16 @@ class ArenaShape:
         slots = min(self.num_granules - kv_granules, self.granules_for_slots(self.max_slots))
         return ArenaSplit(slots, kv_granules)
 
+    def figures(self, split: ArenaSplit) -> dict[str, float]:
+        """A division in numbers, by the naming rule of ``ActorStatus.metrics``."""
+        return {
+            "granule_bytes": float(self.granule_bytes),
+            "granules": float(self.num_granules),
+            "slot_granules": float(split.slot_granules),
+            "kv_granules": float(split.kv_granules),
+            "budget_bytes": float(self.budget_bytes),
+        }
+
 
 def is_elastic(config: EngineConfig, plan: ResolvedPlan) -> bool:
     """Whether pools trade memory: with a budget, and slots to trade with."""

@@ -56,7 +56,12 @@ class ControllerService(Service):
             own_holds_store=lambda: self.holds_store,
         )
         self.rebalancer = Rebalancer(
-            spec, endpoint, lambda: self.epoch, self.supervisor.actors, lambda: self.supervisor.phase is Phase.READY
+            spec,
+            endpoint,
+            lambda: self.epoch,
+            self.supervisor.actors,
+            lambda: self.supervisor.phase is Phase.READY,
+            self.supervisor.last_status,
         )
         self.tracing = RouteTracing(lambda: self.supervisor.handle(ActorName.EXPERT_CACHE))
         endpoint.on(StoreShared, self._on_store)

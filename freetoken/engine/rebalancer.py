@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from freetoken.costs import assumed_costs
 from freetoken.elastic.arena_shape import ArenaShape, ArenaSplit, plan_arena
+from freetoken.elastic.pace import ChangePace
 from freetoken.elastic.rebalance import ElasticDecision, ElasticFigures, ElasticPolicy, plan_auto, plan_rebalance
 from freetoken.errors import CapacityError, PeerLostError, RebalanceBusyError
 from freetoken.launch_spec import LaunchSpec
@@ -37,11 +38,20 @@ HISTORY = 16
 PRESSURE_PAUSE_S = 1.0
 """Between two looks for lack of blocks."""
 
+COSTS = {
+    "": "",
+    "virtual": "records that move are copied on the device; requests go on",
+    "reallocate": "requests pause and are computed again; cached prefixes and resident experts are lost, and a GPU's "
+    "graphs are captured again",
+}
+"""What a change takes, by mode."""
+
 Metrics = Mapping[str, float]
 
 
 class Rebalancer:
-    """``ask`` gets every actor's status, not older than so many seconds; ``is_ready`` whether the engine serves."""
+    """``ask`` gets every actor's status, not older than so many seconds; ``is_ready`` whether the engine serves;
+    ``last_status`` is what is known of an actor without asking."""
 
     def __init__(
         self,
@@ -50,7 +60,9 @@ class Rebalancer:
         epoch: Callable[[], int],
         ask: Callable[[float], Awaitable[Sequence[ActorStatus]]],
         is_ready: Callable[[], bool],
+        last_status: Callable[[ActorName], ActorStatus | None],
     ) -> None:
+        self._last_status = last_status
         self._spec = spec
         self._endpoint = endpoint
         self._epoch = epoch
@@ -64,7 +76,8 @@ class Rebalancer:
         self._looking = False
         self._answer: asyncio.Future[ArenaResized] | None = None
         self._resize_id = 0
-        self._changed_s = self._looked_s = -1e9
+        self._pace = ChangePace(spec.config.elastic.cooldown_s, spec.config.elastic.reallocate_cooldown_s)
+        self._looked_s = -1e9
         self._short: tuple[float, BlocksShort] | None = None
         self._before: tuple[float, dict[ActorName, Metrics]] | None = None
         self._loop: asyncio.Task[None] | None = None
@@ -130,14 +143,18 @@ class Rebalancer:
 
     def view(self) -> ElasticView:
         """Whether memory can move, whether it is moving, and the last decisions, newest first."""
+        device = self._last_status(ActorName.GPU_EXECUTOR)
+        mode = _mode(device.metrics) if device is not None and self.shape is not None else ""
         return ElasticView(
-            elastic=self.shape is not None,
+            elastic=bool(mode),
             auto=self._loop is not None,
             busy=self._busy,
             granule_bytes=self.shape.granule_bytes if self.shape is not None else 0,
             granules=self.shape.num_granules if self.shape is not None else 0,
             decisions=tuple(reversed(self._history)),
             idle_reason=self._last_idle_reason,
+            mode=mode,
+            cost=COSTS[mode],
         )
 
     def metrics(self) -> dict[str, float]:
@@ -155,7 +172,7 @@ class Rebalancer:
     def _on_short(self, message: BlocksShort, fds: tuple[int, ...]) -> None:
         self._short = (time.monotonic(), message)
         now_s = time.monotonic()
-        pause_s = now_s - max(self._changed_s, self._looked_s)
+        pause_s = now_s - max(self._pace.changed_s, self._looked_s)
         if self._loop is not None and not self._busy and pause_s >= PRESSURE_PAUSE_S:
             self._looked_s = now_s
             task: asyncio.Task[object] = spawn(self._decide(), "rebalancing under pressure")
@@ -172,12 +189,13 @@ class Rebalancer:
             current = self._current(metrics)
             decision = plan_auto(shape, current, self._figures(metrics), self._policy)
             self._counts["decisions"] += 1
-            shrinks = decision.split.kv_granules < current.kv_granules
+            reallocates = _mode(metrics[ActorName.GPU_EXECUTOR]) == "reallocate"
+            is_time = self._pace.is_time(current, decision.split, time.monotonic(), reallocates=reallocates)
             if decision.split == current:
                 self._last_idle_reason = decision.reason
             elif self._busy:  # an operator was quicker
                 return
-            elif not shrinks or time.monotonic() - self._changed_s >= self._spec.config.elastic.cooldown_s:
+            elif is_time:
                 with self._only_one():
                     await self._change(current, decision)
         except (CapacityError, KeyError) as error:  # an actor has no figures: it is being replaced
@@ -225,7 +243,10 @@ class Rebalancer:
     def _current(self, metrics: Mapping[ActorName, Metrics]) -> ArenaSplit:
         device = metrics[ActorName.GPU_EXECUTOR]
         if not device.get("elastic"):
-            raise CapacityError("GpuExecutor's arena is not elastic: the driver cannot map memory in pieces")
+            raise CapacityError(
+                "GpuExecutor's arena is not elastic: the driver cannot map memory in pieces; with elastic.mode=auto it "
+                "would be allocated anew"
+            )
         return ArenaSplit(int(device["slot_granules"]), int(device["kv_granules"]))
 
     # ------------------------------------------------------------------------------------------ changes
@@ -259,7 +280,7 @@ class Rebalancer:
         )
         self._history.append(record)
         if split != current:
-            self._changed_s = time.monotonic()
+            self._pace.changed(time.monotonic())
             self._counts[decision.trigger if outcome == "done" else "failed"] += 1
         logger.info(
             "event=rebalance trigger=%s outcome=%r slots=%d->%d kv_tokens=%d->%d moved_bytes=%d ms=%.1f reason=%r",
@@ -290,6 +311,13 @@ class Rebalancer:
     def _on_resized(self, message: ArenaResized, fds: tuple[int, ...]) -> None:
         if self._answer is not None and not self._answer.done() and message.resize_id == self._resize_id:
             self._answer.set_result(message)
+
+
+def _mode(device: Metrics) -> str:
+    """How GpuExecutor's arena is divided anew."""
+    if not device.get("elastic"):
+        return ""
+    return "reallocate" if device.get("reallocates") else "virtual"
 
 
 class _Busy:

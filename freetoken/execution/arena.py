@@ -1,7 +1,7 @@
 """The arena: expert slots and KV blocks, as two shared segments. Contents live as long as this process.
 
-On the CPU device both are ordinary shared memory, or, where they can trade memory, two ranges of addresses into which
-granules of one segment are mapped. A KV block record is ``[layer][k, v][block_size][kv_heads][head_dim]``; blocks
+On the CPU device both are ordinary shared memory, or, where memory can move between them, two ranges of addresses into
+which granules of one segment are mapped. A KV block record is ``[layer][k, v][block_size][kv_heads][head_dim]``; blocks
 follow each other without gaps.
 """
 
@@ -15,6 +15,7 @@ from freetoken import _native
 from freetoken.elastic.arena_shape import ArenaShape, ArenaSplit, plan_arena
 from freetoken.errors import CapacityError
 from freetoken.execution.arena_pools import KV, SLOTS, ArenaPools, Moves
+from freetoken.execution.division import Division
 from freetoken.execution.granules import GranuleDriver, HostGranules
 from freetoken.execution.kv_geometry import KVGeometry
 from freetoken.launch_spec import LaunchSpec
@@ -31,23 +32,26 @@ class Arena:
         slot_stride_bytes: int,
         elastic: tuple[ArenaShape, ArenaSplit] | None = None,
         driver: GranuleDriver | None = None,
+        reallocates: bool = False,
     ) -> None:
         """Allocates and populates everything; slow for many gigabytes. ``CapacityError`` when memory is short.
-        ``driver`` (of an elastic arena): whose ranges are segments."""
-        self.arena_id = uuid.uuid4().hex
+        ``driver`` (of an elastic arena): whose ranges are segments. ``reallocates``: an elastic arena is ordinary
+        memory all the same, see ``reallocate``."""
+        self.arena_id = ""
         self.kv = kv
         self.slot_stride_bytes = slot_stride_bytes
+        self.shape = elastic[0] if elastic is not None else None
         self.pools: ArenaPools | None = None
         self.slot_segment: _native.SharedSegment | None = None
-        self._fixed = (num_slots, kv.num_blocks)
-        if elastic is None:
-            self.kv_segment = _allocate("kv", kv.size_bytes, "--set kv.num_tokens")
-            if num_slots * slot_stride_bytes:
-                self.slot_segment = _allocate("slots", num_slots * slot_stride_bytes, "--vram")
+        self._kv_segment: _native.SharedSegment | None = None
+        self.division = Division(elastic[1] if elastic is not None else ArenaSplit(0, 0), num_slots, kv.num_blocks)
+        if elastic is None or reallocates:
+            self.reallocate(self.division)
         else:
             shape, split = elastic
             self.pools = ArenaPools(shape, split, driver or HostGranules(shape.budget_bytes), num_slots, kv.num_blocks)
-            self.kv_segment, self.slot_segment = self.pools.where(KV), self.pools.where(SLOTS)
+            self._kv_segment, self.slot_segment = self.pools.where(KV), self.pools.where(SLOTS)
+            self.arena_id = uuid.uuid4().hex
 
     @classmethod
     def of(cls, launch: LaunchSpec) -> Arena:
@@ -61,17 +65,34 @@ class Arena:
             head_dim=model.head_dim,
             dtype=plan.kv_dtype,
         )
-        return cls(geometry, plan.num_slots, plan.slot_stride_bytes, plan_arena(launch))
+        reallocates = launch.config.elastic.mode == "reallocate"
+        return cls(geometry, plan.num_slots, plan.slot_stride_bytes, plan_arena(launch), reallocates=reallocates)
 
     @property
     def num_slots(self) -> int:
         """Slots there are now."""
-        return self.pools.num_slots if self.pools is not None else self._fixed[0]
+        return self.pools.num_slots if self.pools is not None else self.division.num_slots
 
     @property
     def num_blocks(self) -> int:
         """KV blocks there are now."""
-        return self.pools.num_blocks if self.pools is not None else self._fixed[1]
+        return self.pools.num_blocks if self.pools is not None else self.division.num_blocks
+
+    @property
+    def kv_segment(self) -> _native.SharedSegment:
+        """The KV blocks."""
+        assert self._kv_segment is not None
+        return self._kv_segment
+
+    def reallocate(self, division: Division) -> None:
+        """See ``DivisibleArena``. Segments that somebody still holds are given up with their last user."""
+        assert self.pools is None
+        self._kv_segment = self.slot_segment = None
+        self.arena_id = uuid.uuid4().hex
+        self._kv_segment = _allocate("kv", division.num_blocks * self.kv.block_bytes, "--set kv.num_tokens")
+        if division.num_slots * self.slot_stride_bytes:
+            self.slot_segment = _allocate("slots", division.num_slots * self.slot_stride_bytes, "--vram")
+        self.division = division
 
     def change(self, slot_moves: Moves, block_moves: Moves) -> None:
         """Copy what moves (the places it goes to hold nothing) and make the prepared division true."""
@@ -101,7 +122,7 @@ class Arena:
         """Bytes of memory."""
         if self.pools is not None:
             return self.pools.shape.budget_bytes
-        return self.kv.size_bytes + (self.slot_segment.size_bytes if self.slot_segment else 0)
+        return self.num_blocks * self.kv.block_bytes + self.num_slots * self.slot_stride_bytes
 
 
 def _allocate(what: str, size_bytes: int, flag: str) -> _native.SharedSegment:

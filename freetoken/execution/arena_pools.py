@@ -89,10 +89,4 @@ class ArenaPools:
 
     def figures(self) -> dict[str, float]:
         """By the naming rule of ``ActorStatus.metrics``."""
-        return {
-            "granule_bytes": float(self.shape.granule_bytes),
-            "granules": float(self.shape.num_granules),
-            "slot_granules": float(self.split.slot_granules),
-            "kv_granules": float(self.split.kv_granules),
-            "budget_bytes": float(self.shape.budget_bytes),
-        }
+        return self.shape.figures(self.split)

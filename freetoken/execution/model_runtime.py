@@ -60,6 +60,12 @@ class ModelRuntime:
         """What is done once, before the first executor: ``warm_up``."""
         self.warm_up()
 
+    def release_arena(self) -> None:
+        """Executors hold the arena's segments, and nothing else does."""
+
+    def follow_arena(self) -> None:
+        """The next executor takes the arena as it is then."""
+
     def close(self) -> None:
         """End the helper threads; the weights are views of the store, and there is nothing to give back."""
         self._grammars.close()

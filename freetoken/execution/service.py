@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from freetoken._native import Mailbox, SharedSegment, WorkerPool
@@ -13,7 +14,9 @@ from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.checkpoint.held_store import HeldStore, close_fds, receive_store
 from freetoken.errors import ConfigError, FreeTokenError, PeerLostError
 from freetoken.execution.arena import Arena
+from freetoken.execution.division import Division, divide_anew
 from freetoken.execution.pipelined_thread import PipelinedStepThread
+from freetoken.execution.reallocation import ArenaReallocator
 from freetoken.execution.resizing import ArenaResizer
 from freetoken.execution.step_thread import StepThread
 from freetoken.experts.arrivals import Arrivals
@@ -66,7 +69,7 @@ class GpuExecutorService(Service):
         self._mailbox: Mailbox | None = None
         self._executor: StepExecutor | CudaStepExecutor | None = None
         self._progress: tuple[int, int, str] = (0, 0, "")
-        self._resizer: ArenaResizer | None = None
+        self._resizer: ArenaResizer | ArenaReallocator | None = None
         self._reporter = StepReporter(endpoint, self.name, self.metrics)
         endpoint.on(StoreShared, self._on_store_shared)
         endpoint.on(MailboxShared, self._on_mailbox_shared)
@@ -81,8 +84,18 @@ class GpuExecutorService(Service):
         await asyncio.to_thread(self._load)
         kind = PipelinedStepThread if self._on_cuda else StepThread
         thread = self._thread = kind(self._on_outcome, self.spec.config.scheduler.decode_share)
-        assert self._arena is not None
-        self._resizer = ArenaResizer(self.endpoint, self._arena, lambda: (self.epoch, self._executor), thread.call)
+        arena = self._arena
+        assert arena is not None
+        if arena.shape is not None and arena.pools is None:
+            self._resizer = ArenaReallocator(
+                self.endpoint,
+                arena,
+                arena.shape,
+                lambda: self.epoch if self._executor is not None else None,
+                self._replace_arena,
+            )
+        else:
+            self._resizer = ArenaResizer(self.endpoint, arena, lambda: (self.epoch, self._executor), thread.call)
 
     @property
     def _on_cuda(self) -> bool:
@@ -137,7 +150,7 @@ class GpuExecutorService(Service):
         ``CheckpointError`` when store and checkpoint do not belong together.
         """
         if self._arena is None:
-            raise FreeTokenError("GpuExecutor was wired before it was loaded")
+            raise FreeTokenError("GpuExecutor has no arena: it was not loaded, or could not allocate it again")
         await self._end_epoch()
         expected = [ActorName.EXPERT_CACHE] if self.spec.model.is_moe else []
         if self.store is None:
@@ -212,6 +225,24 @@ class GpuExecutorService(Service):
             await self._close_old_runtime()
         except Exception:  # the reason for which it failed is the one to report
             logger.exception("event=runtime_not_closed epoch=%d", self.epoch)
+
+    async def _replace_arena(self, division: Division) -> str:
+        """Another division for an arena that is ordinary memory, and an executor on what came of it: why it is the old
+        division again, or "". No step is under way. Raises when there is no arena any more; nothing can be wired
+        then."""
+        arena, runtime, mailbox = self._arena, self._runtime, self._mailbox
+        assert arena is not None and runtime is not None and self._thread is not None
+        self._executor = None
+        try:
+            failure = await asyncio.to_thread(self._thread.call, partial(divide_anew, arena, runtime, division))
+        except Exception:
+            self._arena = None
+            raise
+        if self._mailbox is mailbox:
+            executor: StepExecutor | CudaStepExecutor = await asyncio.to_thread(runtime.build_executor, mailbox)
+            if self._mailbox is mailbox:  # else the epoch has ended
+                self._executor = executor
+        return failure
 
     async def pause(self, reason: str) -> None:
         """Abort the mailbox, drop queued plans, wait for the running step, forget all requests."""

@@ -28,8 +28,10 @@ from freetoken.messages import (
     ActorName,
     ActorStatus,
     ArenaReady,
+    ArenaReplaced,
     ArenaResized,
     MailboxShared,
+    PoolEmptied,
     PoolVacated,
     ResizeApplied,
     StepNotice,
@@ -77,6 +79,7 @@ class ExpertCacheService(Service):
         endpoint.on(StepNotice, self._on_step_notice)
         endpoint.on(VacatePool, self._on_vacate)
         endpoint.on(ArenaResized, self._on_resized)
+        endpoint.on(ArenaReplaced, self._on_replaced)
         endpoint.on_peer_lost(self._arrivals.peer_lost)
 
     async def load(self) -> None:
@@ -347,7 +350,17 @@ class ExpertCacheService(Service):
             )  # fmt: skip
         self._send(ActorName.SCHEDULER, ResizeApplied(self.epoch, message.resize_id, self.name.value))
 
-    def _send(self, to: ActorName, message: PoolVacated | ResizeApplied) -> None:
+    def _on_replaced(self, message: ArenaReplaced, fds: tuple[int, ...]) -> None:
+        table = self._server or self.slots
+        if table is None:
+            return
+        for num_slots in (0, message.num_slots):  # all records go; what is known of their use stays
+            table.resize(table.plan_resize(num_slots))
+        self._arena_id = message.arena_id
+        logger.info("event=slots_emptied epoch=%d slots=%d", self.epoch, message.num_slots)
+        self._send(ActorName.SCHEDULER, PoolEmptied(self.epoch, message.resize_id, self.name.value))
+
+    def _send(self, to: ActorName, message: PoolVacated | ResizeApplied | PoolEmptied) -> None:
         try:
             self.endpoint.send(to, message)
         except PeerLostError as error:  # the epoch is over

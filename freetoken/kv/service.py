@@ -13,8 +13,10 @@ from freetoken.launch_spec import LaunchSpec
 from freetoken.messages import (
     ActorName,
     ArenaReady,
+    ArenaReplaced,
     ArenaResized,
     BlocksReserved,
+    PoolEmptied,
     PoolVacated,
     ReserveBlocks,
     ResizeApplied,
@@ -74,6 +76,7 @@ class KVAllocatorService(Service):
         endpoint.on(ReserveBlocks, self._on_reserve_blocks)
         endpoint.on(VacatePool, self._on_vacate)
         endpoint.on(ArenaResized, self._on_resized)
+        endpoint.on(ArenaReplaced, self._on_replaced)
         endpoint.on_peer_lost(self._on_peer_lost)
 
     async def wire(self, wiring: Wiring) -> None:
@@ -89,9 +92,7 @@ class KVAllocatorService(Service):
         if is_same and resize is not None and resize[1] is not None and resize[0] == arena.resize_id:
             self.allocator.resize(resize[1])  # the epoch ended when the device had made it
         if not is_same or self.allocator.stats().total_blocks != arena.num_kv_blocks:
-            self.allocator = self._new_allocator(arena.num_kv_blocks)
-            self._arena_id = arena.arena_id
-            logger.info("event=kv_emptied epoch=%d blocks=%d", self.epoch, arena.num_kv_blocks)
+            self._empty(arena)
         else:
             self.allocator.release_all()
             logger.info("event=kv_kept epoch=%d cached_blocks=%d", self.epoch, self.allocator.stats().cached_blocks)
@@ -162,6 +163,17 @@ class KVAllocatorService(Service):
             self.epoch, message.resize_id, self.name.value, tuple(moved), tuple(moved.values()), stats
         )
         self._send(ActorName.SCHEDULER, applied)
+
+    def _on_replaced(self, message: ArenaReplaced, fds: tuple[int, ...]) -> None:
+        self._empty(message)
+        emptied = PoolEmptied(self.epoch, message.resize_id, self.name.value, self.allocator.stats())
+        self._send(ActorName.SCHEDULER, emptied)
+
+    def _empty(self, arena: ArenaReady | ArenaReplaced) -> None:
+        """Nothing is left of what the arena held."""
+        self.allocator = self._new_allocator(arena.num_kv_blocks)
+        self._arena_id = arena.arena_id
+        logger.info("event=kv_emptied epoch=%d blocks=%d", self.epoch, arena.num_kv_blocks)
 
     def _on_reserve_blocks(self, message: ReserveBlocks, fds: tuple[int, ...]) -> None:
         if message.epoch != self.epoch:

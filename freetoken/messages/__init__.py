@@ -26,6 +26,7 @@ from freetoken.messages.kv import (
     KVStats,
     ReserveBlocks,
 )
+from freetoken.messages.reallocation import ArenaReplaced, ArenaVacated, PoolEmptied, VacateArena
 from freetoken.messages.requests import (
     AbortRequest,
     Constraint,
@@ -63,7 +64,9 @@ __all__ = [
     "ActorsSuspected",
     "ArenaPrepared",
     "ArenaReady",
+    "ArenaReplaced",
     "ArenaResized",
+    "ArenaVacated",
     "BlockCommit",
     "BlockGrant",
     "BlockNeed",
@@ -79,6 +82,7 @@ __all__ = [
     "KVStats",
     "LogprobEntry",
     "MailboxShared",
+    "PoolEmptied",
     "PoolVacated",
     "RebalanceRecord",
     "RebalanceWish",
@@ -103,6 +107,7 @@ __all__ = [
     "TokenDelta",
     "TraceRecording",
     "TraceWish",
+    "VacateArena",
     "VacatePool",
     "Wiring",
 ]

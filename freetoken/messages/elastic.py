@@ -123,8 +123,9 @@ class RebalanceRecord:
 
 @dataclass(frozen=True, slots=True)
 class ElasticView:
-    """The Controller's account of moving memory; decisions newest first. ``idle_reason``: why the last look changed
-    nothing."""
+    """The Controller's account of moving memory; decisions newest first. ``mode``: "virtual" or "reallocate" (see
+    ``elastic.mode``), or "" where memory cannot move; ``cost``: what a change takes then. ``idle_reason``: why the last
+    look changed nothing."""
 
     elastic: bool
     auto: bool
@@ -133,3 +134,5 @@ class ElasticView:
     granules: int
     decisions: tuple[RebalanceRecord, ...] = ()
     idle_reason: str = ""
+    mode: str = ""
+    cost: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from freetoken.messages import FinishReason, LogprobEntry, RequestFailure, SubmitRequest, TokenDelta
+from freetoken.messages import FinishReason, KVStats, LogprobEntry, RequestFailure, SubmitRequest, TokenDelta
 from freetoken.scheduling.budget import derive_seed
 from freetoken.scheduling.ledger import KVLedger
 from freetoken.scheduling.limits import SchedulerLimits
@@ -151,6 +151,15 @@ class RequestBook:
         request.state = RequestState.PREEMPTED
         self.waiting.add(request)
         logger.debug("event=preempted request=%s known_tokens=%d", request.id, request.num_known_tokens)
+
+    def kv_replaced(self, stats: KVStats) -> None:
+        """KV is another one, empty, and the device knows no request; none is running. What there was to tell of the
+        old one is forgotten."""
+        self.ledger = KVLedger(self.limits)
+        self.ledger.stats = stats
+        self.retired = []
+        for request in self.waiting:
+            request.blocked_at_blocks = -1
 
     def append_token(self, request: Request, token_id: int, logprob: LogprobEntry | None, now: float) -> None:
         """A token was sampled: tell the front, and end the request when it is the last."""

@@ -21,8 +21,10 @@ from typing import NamedTuple
 from freetoken.messages import (
     ActorName,
     ArenaPrepared,
+    ArenaVacated,
     BlockNeed,
     BlocksReserved,
+    PoolEmptied,
     RequestFailure,
     ReserveBlocks,
     ResizeApplied,
@@ -34,6 +36,7 @@ from freetoken.messages import (
     StepRow,
     SubmitRequest,
     TokenBatch,
+    VacateArena,
     VacatePool,
 )
 from freetoken.scheduling.admission import plan_admissions
@@ -46,6 +49,7 @@ from freetoken.scheduling.lifecycle import RequestBook
 from freetoken.scheduling.limits import SchedulerLimits
 from freetoken.scheduling.outstanding import OutstandingStep, OutstandingSteps, PlannedRow
 from freetoken.scheduling.request import Request, RequestState
+from freetoken.scheduling.standstill import Standstill
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +90,7 @@ class Scheduler:
         self._ready: PlannedStep | None = None  # built together with the one before, not sent yet
         self._outstanding = OutstandingSteps(limits.step_timeout_s, limits.background_timeout_s)
         self._hold: ResizeHold | None = None
+        self._standstill: Standstill | None = None
         self._has_shrunk = False  # KV became smaller since the last attempt to plan
         self._next_step_id = 1
         self.last_step_id = 0
@@ -140,6 +145,7 @@ class Scheduler:
         self._ready = None
         self._outstanding.clear()
         self._hold = None
+        self._standstill = None
         self.clock.reset()
         return TokenBatch(self.last_step_id, self.epoch, tuple(deltas)) if deltas else None
 
@@ -178,14 +184,13 @@ class Scheduler:
     @property
     def _is_held(self) -> bool:
         """Beside a background step decoding goes on: that may take long, and no other begins before it ends."""
-        return self._hold is not None and self._outstanding.background is None
+        holds = self._hold is not None or self._standstill is not None
+        return holds and self._outstanding.background is None
 
     def take_vacate(self, now: float) -> dict[ActorName, VacatePool] | None:
         """What to ask the owners of tables, once, as soon as no step and no reservation is under way."""
         hold = self._hold
-        if hold is None or hold.waiting_for or self._phase is not _Phase.IDLE:
-            return None
-        if len(self._outstanding) or self._ready is not None:
+        if hold is None or hold.waiting_for or self._is_busy:
             return None
         return hold.ask(self.epoch, now + self.limits.step_timeout_s)
 
@@ -202,6 +207,40 @@ class Scheduler:
                 request.new_block_ids = [moved.get(block_id, block_id) for block_id in request.new_block_ids]
         if hold.answered(message.sender):
             self._hold = None
+            self.resizes_total += 1
+            self._wanted = True
+
+    def vacate(self, message: VacateArena) -> None:
+        """Plan no further step until the arena was allocated anew."""
+        self._standstill = Standstill(message)
+
+    def take_vacated(self, now: float) -> ArenaVacated | None:
+        """What to tell GpuExecutor, once, as soon as no step and no reservation is under way: all requests are
+        preempted, or (a refusal) planning goes on."""
+        standstill = self._standstill
+        if standstill is None or standstill.has_begun or self._is_busy:
+            return None
+        vacated = standstill.begin(self.book, now + self.limits.step_timeout_s)
+        if vacated.refusal:
+            self._standstill = None
+            self._wanted = True
+        return vacated
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether a step or a reservation is under way."""
+        return self._phase is not _Phase.IDLE or len(self._outstanding) > 0 or self._ready is not None
+
+    def emptied(self, message: PoolEmptied) -> None:
+        """A table is true to the new arena; after both are, planning goes on."""
+        standstill = self._standstill
+        if standstill is None or not standstill.has_begun:
+            return
+        if message.stats is not None:
+            self.set_num_kv_blocks(message.stats.total_blocks)
+            self.book.kv_replaced(message.stats)
+        if standstill.emptied(message):
+            self._standstill = None
             self.resizes_total += 1
             self._wanted = True
 
@@ -534,6 +573,9 @@ class Scheduler:
         if self._hold is not None and self._hold.is_overdue(now):
             self.stalled_steps_total += 1
             return self._hold.suspect()
+        if self._standstill is not None and self._standstill.is_overdue(now):
+            self.stalled_steps_total += 1
+            return self._standstill.suspect()
         step = self._outstanding.give_up(now)
         if step is None:
             return None
@@ -544,7 +586,8 @@ class Scheduler:
     def deadline_s(self) -> float | None:
         """When ``check_stalled`` is due, if an answer is."""
         hold_due_s = self._hold.due_s if self._hold is not None else None
-        moments = (self._outstanding.deadline_s(), self._reply_due_s, hold_due_s)
+        standstill_due_s = self._standstill.due_s if self._standstill is not None else None
+        moments = (self._outstanding.deadline_s(), self._reply_due_s, hold_due_s, standstill_due_s)
         return min((moment for moment in moments if moment is not None), default=None)
 
     def _take_step(self, step_id: int, now: float) -> OutstandingStep | None:

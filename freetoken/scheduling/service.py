@@ -19,6 +19,7 @@ from freetoken.messages import (
     ArenaReady,
     BlocksReserved,
     BlocksShort,
+    PoolEmptied,
     RequestFailure,
     ReserveBlocks,
     ResizeApplied,
@@ -26,6 +27,7 @@ from freetoken.messages import (
     StepResult,
     SubmitRequest,
     TokenBatch,
+    VacateArena,
     Wiring,
 )
 from freetoken.scheduling.limits import SchedulerLimits
@@ -62,6 +64,8 @@ class SchedulerService(Service):
         endpoint.on(ArenaReady, self._on_arena_ready)
         endpoint.on(ArenaPrepared, self._on_arena_prepared)
         endpoint.on(ResizeApplied, self._on_resize_applied)
+        endpoint.on(VacateArena, self._on_vacate_arena)
+        endpoint.on(PoolEmptied, self._on_pool_emptied)
         endpoint.on_peer_lost(self._on_peer_lost)
 
     # ------------------------------------------------------------------------------------------ life cycle
@@ -133,6 +137,14 @@ class SchedulerService(Service):
         self.scheduler.applied(message)
         self._run()
 
+    def _on_vacate_arena(self, message: VacateArena, fds: tuple[int, ...]) -> None:
+        self.scheduler.vacate(message)
+        self._run()
+
+    def _on_pool_emptied(self, message: PoolEmptied, fds: tuple[int, ...]) -> None:
+        self.scheduler.emptied(message)
+        self._run()
+
     def _on_peer_lost(self, peer: ActorName) -> None:
         if peer is ActorName.API_FRONT:
             self.scheduler.abort_all(time.monotonic())
@@ -154,6 +166,7 @@ class SchedulerService(Service):
             self._deliver(self.scheduler.take_batch())
         if self.state is ActorState.SERVING:
             self._plan()
+            self._vacate()
         self._deliver(self.scheduler.take_batch())
         self._tell_pressure()
         self._watch()
@@ -176,6 +189,14 @@ class SchedulerService(Service):
                 self._send(peer, action.notice)
             self.scheduler.clock.planning_ms.add(self._planning_s * 1e3)
             self._planning_s = 0.0
+
+    def _vacate(self) -> None:
+        """Once planning has nothing to send any more."""
+        vacated = self.scheduler.take_vacated(time.monotonic())
+        if vacated is not None:
+            self._send(ActorName.GPU_EXECUTOR, vacated)
+            if vacated.refusal:
+                self._plan()
 
     def _tell_pressure(self) -> None:
         """The Controller may move memory to KV."""

@@ -11,6 +11,7 @@ from freetoken.elastic.arena_shape import ArenaShape, ArenaSplit, plan_arena
 from freetoken.errors import CapacityError
 from freetoken.execution.arena_pools import KV, SLOTS, ArenaPools, Moves
 from freetoken.execution.cuda.vmm import open_vmm, tensor_over
+from freetoken.execution.division import Division
 from freetoken.execution.granules import GranuleDriver, HostGranules
 from freetoken.execution.kv_geometry import KVGeometry
 from freetoken.kernels.triton.placed_plan import move_records
@@ -25,7 +26,7 @@ TORCH_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 class CudaArena:
     """Slots and KV die with this process; ``arena_id`` tells their users whether they are still the same.
 
-    All addresses that kernels get come from here. They do not change while the object lives.
+    All addresses that kernels get come from here. They do not change but by ``reallocate``.
     """
 
     def __init__(
@@ -39,28 +40,25 @@ class CudaArena:
         driver: GranuleDriver | None = None,
     ) -> None:
         """Raises ``CapacityError`` naming what to lower when device memory is short. ``driver`` of an elastic arena:
-        where its granules come from."""
+        where its granules come from; without one it is ordinary memory, see ``reallocate``."""
         self.arena_id = uuid.uuid4().hex
         self.kv = kv
         self.device = device
         self.slot_stride_bytes = slot_stride_bytes
         self.stream: torch.cuda.Stream | None = None
         """That of the steps; copies and clearing go to it."""
+        self.shape = elastic[0] if elastic is not None else None
         self.pools: ArenaPools | None = None
         self._moved: torch.cuda.Event | None = None
-        self._fixed = (num_slots, kv.num_blocks)
-        dtype = TORCH_DTYPES[kv.dtype]
+        self.division = Division(elastic[1] if elastic is not None else ArenaSplit(0, 0), num_slots, kv.num_blocks)
         if elastic is not None and driver is not None:
             shape, split = elastic
             pools = self.pools = ArenaPools(shape, split, driver, num_slots, kv.num_blocks)
             self._kv_bytes = tensor_over(pools.where(KV), pools.capacity_bytes(KV), device)
             self.slots = tensor_over(pools.where(SLOTS), pools.capacity_bytes(SLOTS), device)
+            self._clear_kv()
         else:
-            self._kv_bytes = _allocate("KV blocks", kv.size_bytes, "--set kv.num_tokens", device)
-            self.slots = _allocate("expert slots", num_slots * slot_stride_bytes, "--vram", device)
-        # Zeros, so that no stale bit pattern is ever read as NaN.
-        self._kv_bytes[: self.num_blocks * kv.block_bytes].zero_()
-        self.kv_data = self._kv_bytes.view(dtype)
+            self.reallocate(self.division)
         self.staging = _allocate("prefill staging", staging_bytes, "--vram", device)
 
     @classmethod
@@ -75,8 +73,10 @@ class CudaArena:
             head_dim=model.head_dim,
             dtype=plan.kv_dtype,
         )
-        elastic = plan_arena(launch)
-        driver = cls._driver(elastic, device)
+        elastic, mode = plan_arena(launch), launch.config.elastic.mode
+        driver = cls._driver(elastic, device) if mode != "reallocate" else None
+        if driver is None and mode == "virtual":
+            elastic = None
         return cls(geometry, plan.num_slots, plan.slot_stride_bytes, plan.staging_bytes, device, elastic, driver)
 
     @staticmethod
@@ -88,12 +88,12 @@ class CudaArena:
     @property
     def num_slots(self) -> int:
         """Slots there are now."""
-        return self.pools.num_slots if self.pools is not None else self._fixed[0]
+        return self.pools.num_slots if self.pools is not None else self.division.num_slots
 
     @property
     def num_blocks(self) -> int:
         """KV blocks there are now."""
-        return self.pools.num_blocks if self.pools is not None else self._fixed[1]
+        return self.pools.num_blocks if self.pools is not None else self.division.num_blocks
 
     @property
     def size_bytes(self) -> int:
@@ -101,7 +101,30 @@ class CudaArena:
         staging = self.staging.numel()
         if self.pools is not None:
             return self.pools.shape.budget_bytes + staging
-        return self._kv_bytes.numel() + self.slots.numel() + staging
+        return self.num_blocks * self.kv.block_bytes + self.num_slots * self.slot_stride_bytes + staging
+
+    def reallocate(self, division: Division) -> None:
+        """See ``DivisibleArena``. Nothing may use the memory any more, on any stream; whoever has its addresses needs
+        the new ones. The staging buffer stays."""
+        assert self.pools is None
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._kv_bytes = self.kv_data = self.slots = nothing
+        if self.device.type == "cuda":  # blocks of torch's cache have the sizes of before
+            torch.cuda.empty_cache()
+        self.arena_id = uuid.uuid4().hex
+        num_kv_bytes, num_slot_bytes = (
+            division.num_blocks * self.kv.block_bytes,
+            division.num_slots * self.slot_stride_bytes,
+        )
+        self._kv_bytes = _allocate("KV blocks", num_kv_bytes, "--set kv.num_tokens", self.device)
+        self.slots = _allocate("expert slots", num_slot_bytes, "--vram", self.device)
+        self.division = division
+        self._clear_kv()
+
+    def _clear_kv(self) -> None:
+        """Zeros, so that no stale bit pattern is ever read as NaN."""
+        self._kv_bytes[: self.num_blocks * self.kv.block_bytes].zero_()
+        self.kv_data = self._kv_bytes.view(TORCH_DTYPES[self.kv.dtype])
 
     def change(self, slot_moves: Moves, block_moves: Moves) -> None:
         """Copy what moves (the places it goes to hold nothing), make the prepared division true, and clear the blocks

@@ -94,6 +94,12 @@ class DecodeBatch:
         self.graph = graph
         self._model.graphs_captured += 1
 
+    def forget_graph(self) -> None:
+        """Its addresses are going. ``run`` and ``capture`` stay possible."""
+        if self.graph is not None:
+            self.graph.reset()
+            self.graph = None
+
     def launch(self) -> None:
         """Replay the graph, or run eagerly: while there is none, and where it would put records into places of the
         staging buffer that a background step uses."""
@@ -186,6 +192,7 @@ class DeviceModel:
         self.report = report
         self.limits = limits
         self.device = arena.device
+        self._is_captured = False
         self.on_gpu = self.device.type == "cuda"
         self.stream = torch.cuda.Stream(self.device) if self.on_gpu else None
         properties = torch.cuda.get_device_properties(self.device) if self.on_gpu else None
@@ -271,7 +278,29 @@ class DeviceModel:
                 done += 1
             self.masks.warm_up(self.logits)
             torch.cuda.synchronize(self.device)
+        self._is_captured = True
         on_progress(total, total, "")
+
+    def release_arena(self) -> None:
+        """Forget graphs and addresses of the arena; buffers, weights and compiled kernels stay. No step is under way,
+        and none comes before ``follow_arena``."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+        for batch in self.decode_batches.values():
+            batch.forget_graph()
+        self.program.release_arena()
+
+    def follow_arena(self) -> None:
+        """The arena was allocated anew: take its addresses, and capture graphs again where there were any. The attached
+        mailbox must be aborted, as for ``prepare``."""
+        self.program.follow_arena()
+        self.slots_changed(self.arena.num_slots)
+        if self._is_captured:
+            with self.on_stream():
+                pool = torch.cuda.graph_pool_handle()
+                for batch in self.decode_batches.values():
+                    batch.capture(pool)
+            torch.cuda.synchronize(self.device)
 
     def piece(self, bucket: int) -> PieceBatch:
         """The batch for prefill pieces of ``bucket`` tokens."""

@@ -31,7 +31,7 @@ from freetoken.kernels.triton.linear import Q4_0Weight
 from freetoken.kernels.triton.norm import add_rms_norm, rms_norm, silu_and_mul
 from freetoken.kernels.triton.placed_plan import copy_records
 from freetoken.kernels.triton.plan import fill_block_table
-from freetoken.kernels.triton.rope_kv import rope_kv
+from freetoken.kernels.triton.rope_kv import PagedKV, rope_kv
 from freetoken.kernels.triton.router import norm_router, top_k
 
 # Up to so many rows, logits are vector products (Q4_0 on an H200: 182 us for 2 rows, 330 for 4, 634 for 8).
@@ -68,7 +68,16 @@ class LayerProgram:
         self.trace: Trace | None = None
         self.reserved: Stager | None = None
         """The staging buffer while a background step uses it: others keep to its spare places."""
-        self._kv = [arena.layer_kv(layer) for layer in range(self.spec.num_layers)]
+        self._kv: list[PagedKV] = []
+        self.follow_arena()
+
+    def follow_arena(self) -> None:
+        """Take the arena's addresses."""
+        self._kv = [self._arena.layer_kv(layer) for layer in range(self.spec.num_layers)]
+
+    def release_arena(self) -> None:
+        """Let go of its memory; nothing can run before ``follow_arena``."""
+        self._kv.clear()
 
     def embed(self, x: TokenBuffers, inputs: Mapping[str, Tensor]) -> None:
         """Token rows into the residual stream."""

@@ -168,7 +168,7 @@ class CudaRuntime:
 
     @property
     def graphs_captured(self) -> int:
-        """Since the start: a change of the arena adds none."""
+        """Since the start: moving memory within the arena adds none, allocating it anew as many as there are."""
         return self._model.graphs_captured if self._model is not None else 0
 
     @property
@@ -191,6 +191,15 @@ class CudaRuntime:
             self._warm_mailbox.abort()
         self.model.attach(self._warm_mailbox)
         self.model.prepare(self._on_progress, capture)
+
+    def release_arena(self) -> None:
+        """See ``ArenaUser``. Store, weights and buffers stay."""
+        self.model.release_arena()
+
+    def follow_arena(self) -> None:
+        """See ``ArenaUser``. Captures graphs as ``prepare`` does; the next executor attaches a living mailbox again."""
+        self.model.attach(self._warm_mailbox)
+        self.model.follow_arena()
 
     def build_executor(self, mailbox: Mailbox | None) -> CudaStepExecutor:
         """An executor without requests, on ``mailbox`` (needed by models with routed experts). No step may be

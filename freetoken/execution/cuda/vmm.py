@@ -19,12 +19,12 @@ def open_vmm(device: torch.device) -> CudaGranules | None:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        logger.warning("event=vmm_missing detail='no package cuda-bindings (%s): pools cannot trade memory'", error)
+        logger.warning("event=vmm_missing detail='no package cuda-bindings (%s)'", error)
         return None
     try:
         return CudaGranules(driver, device.index or 0)
     except (FreeTokenError, RuntimeError) as error:  # RuntimeError: the bindings do not find the driver's library
-        logger.warning("event=vmm_missing detail='%s: pools cannot trade memory'", error)
+        logger.warning("event=vmm_missing detail=%r", str(error))
         return None
 
 
