@@ -17,6 +17,7 @@ from freetoken.costs import assumed_costs
 from freetoken.errors import CapacityError, ConfigError, PeerLostError, TraceBusyError
 from freetoken.experts.arrivals import Arrivals
 from freetoken.experts.device_client import fetchable_records, is_device_client, plan_mailbox, server_spin_us
+from freetoken.experts.emptying import empty_slots
 from freetoken.experts.reports import StepReporter
 from freetoken.experts.route_trace import TraceInfo
 from freetoken.experts.route_watch import RouteWatch
@@ -354,8 +355,7 @@ class ExpertCacheService(Service):
         table = self._server or self.slots
         if table is None:
             return
-        for num_slots in (0, message.num_slots):  # all records go; what is known of their use stays
-            table.resize(table.plan_resize(num_slots))
+        empty_slots(table, message.num_slots)
         self._arena_id = message.arena_id
         logger.info("event=slots_emptied epoch=%d slots=%d", self.epoch, message.num_slots)
         self._send(ActorName.SCHEDULER, PoolEmptied(self.epoch, message.resize_id, self.name.value))
