@@ -6,7 +6,8 @@
 An engine is launched (or found at ``--url``), its KV is filled with cached prefixes and its slots by decoding; then,
 while ``--streams`` requests decode, memory of ``--move`` is moved to KV and back by turns. For each change: the longest
 time between two tokens of any stream around it, and the hit rate right after it and later at the same capacity. Beside
-them the same times without changes, and how many graphs were captured (none may be).
+them the same times without changes, and how many graphs were captured (none may be; with
+``--set elastic.mode=reallocate`` all are, every time).
 """
 
 from __future__ import annotations
@@ -147,15 +148,15 @@ def _measure(arguments: argparse.Namespace, url: str, figures: dict[str, Any]) -
     status = get(url, "/v1/cache/status")
     plan, elastic = status["plan"], status["elastic"]
     if not elastic["elastic"]:
-        raise SystemExit("the arena is not elastic: it takes a VRAM budget, and on a GPU CUDA's memory management")
+        raise SystemExit("the arena is not elastic: it takes a VRAM budget")
     vocab = 1000
     budget = elastic["granules"] * elastic["granule_bytes"]
     move_bytes = min(arguments.move, budget // 4)
     move_tokens = move_bytes // plan["kv_block_bytes"] * plan["kv_block_size"]
     low = status["kv"]["capacity_tokens"]
     figures |= {
-        "budget_bytes": budget, "granule_bytes": elastic["granule_bytes"], "move_bytes": move_bytes,
-        "kv_tokens": [low, low + move_tokens],
+        "mode": elastic["mode"], "budget_bytes": budget, "granule_bytes": elastic["granule_bytes"],
+        "move_bytes": move_bytes, "kv_tokens": [low, low + move_tokens],
     }  # fmt: skip
     context = min(plan["max_context_tokens"], max(64, low // (2 * arguments.streams)))
     _fill_kv(url, vocab, low, context, arguments.seed)

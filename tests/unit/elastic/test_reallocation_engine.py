@@ -116,15 +116,15 @@ async def test_an_operator_asks_over_http(checkpoint: Path) -> None:
         status = await engine.get("/v1/cache/status")
         assert status["elastic"]["elastic"] and status["elastic"]["mode"] == "reallocate"
         assert "computed again" in status["elastic"]["cost"]
-        assert status["experts"]["capacity"] == spec.plan.num_slots
+        assert status["experts"]["slots"] == spec.plan.num_slots
         assert status["kv"]["capacity_tokens"] == spec.plan.num_kv_blocks * 16
         assert status["kv"]["cached_blocks"] > 0
         code, answer = await engine.post({"kv_tokens": 1700})
         assert code == 200 and answer["outcome"] == "done" and answer["moved_bytes"] == 0, answer
         status = await engine.get("/v1/cache/status")
-        assert status["experts"]["capacity"] == answer["slots"]["after"] < spec.plan.num_slots
+        assert status["experts"]["slots"] == answer["slots"]["after"] < spec.plan.num_slots
         assert status["kv"]["capacity_tokens"] == answer["kv_tokens"]["after"] >= 1700
-        assert status["kv"]["cached_blocks"] == 0 and status["experts"]["resident"] == 0
+        assert status["kv"]["cached_blocks"] == 0 and status["experts"]["resident_slots"] == 0
         assert status["elastic"]["decisions"][0]["outcome"] == "done"
         assert await engine.complete(prompt, 8) == expected
         code, answer = await engine.post({"kv_tokens": 1700})
@@ -166,7 +166,7 @@ async def test_when_memory_is_short_the_old_division_serves(checkpoint: Path, mo
             assert code == 409 and f"no memory for {what} today" in answer["error"]["message"], answer
             assert "the old division was allocated again" in answer["error"]["message"]
             after = await engine.get("/v1/cache/status")
-            assert after["experts"]["capacity"] == before["experts"]["capacity"]
+            assert after["experts"]["slots"] == before["experts"]["slots"]
             assert after["kv"]["capacity_tokens"] == before["kv"]["capacity_tokens"]
             assert "no memory" in after["elastic"]["decisions"][0]["outcome"]
             check(engine)
