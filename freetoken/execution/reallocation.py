@@ -114,7 +114,7 @@ class ArenaReallocator:
             change.resize_id, self._arena.arena_id, division.num_slots, division.num_blocks, took_ms, failure,
         )  # fmt: skip
         if failure:
-            failure = f"the old division was allocated again, because the new one failed: {failure}"
+            failure = f"the old division was allocated again, empty, because the new one failed: {failure}"
         else:
             self.last_ms, self.slowest_ms = took_ms, max(self.slowest_ms, took_ms)
         if self._change is not change:  # the epoch has ended: the next one begins with this arena
