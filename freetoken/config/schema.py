@@ -50,7 +50,10 @@ class ServerConfig(_Section):
         False, description="Sort tools and the keys of their schemas, for clients that shuffle them."
     )
     output_memory_tokens: int = Field(
-        2_000_000, ge=0, description="Generated tokens remembered, to recognise them when clients send them back."
+        2_000_000,
+        ge=0,
+        description="Generated tokens remembered, to recognise them when clients send them back; some ten bytes "
+        "each. An answer counts as 128 more than it has.",
     )
     max_requests_per_key: int | None = Field(
         None, ge=1, description="Generations under way for one API key before it gets 429; unset means no limit."

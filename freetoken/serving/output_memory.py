@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 TAIL_CHARACTERS = 512
+ANSWER_TOKENS = 128
+"""What an answer takes beside its ids and their text, in tokens: 1.3 KiB of digests, the prompt's end and tables."""
 MAX_OPENING_CHARACTERS = 160
 """Most that a template writes to open an answer: ``<think>``, ``</think>``, a channel, a call with its name."""
 
@@ -101,7 +103,8 @@ class OutputRecord:
 class OutputMemory:
     """Answers by the conversation before them and what they said; the oldest make way. Thread-safe.
 
-    ``capacity_tokens`` bounds the ids kept; a token takes some ten bytes.
+    ``capacity_tokens`` bounds the ids kept, with ``ANSWER_TOKENS`` more for each answer, so that many short ones do not
+    take more than few long ones; a token takes some ten bytes.
     """
 
     def __init__(self, capacity_tokens: int) -> None:
@@ -132,7 +135,7 @@ class OutputMemory:
         with self._lock:
             self._drop(key)
             self._records[key] = record
-            self.num_tokens += len(ids)
+            self.num_tokens += len(ids) + ANSWER_TOKENS
             self._calls_of[key] = [_plain_id(call_id) for call_id in call_ids]
             for call_id in self._calls_of[key]:
                 self._calls[call_id] = key
@@ -160,7 +163,7 @@ class OutputMemory:
         record = self._records.pop(key, None)
         if record is None:
             return
-        self.num_tokens -= len(record.token_ids)
+        self.num_tokens -= len(record.token_ids) + ANSWER_TOKENS
         for call_id in self._calls_of.pop(key):
             if self._calls.get(call_id) == key:
                 del self._calls[call_id]

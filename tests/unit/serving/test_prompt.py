@@ -19,7 +19,7 @@ from freetoken.serving.conversation import (
     Turn,
 )
 from freetoken.serving.errors import ApiError
-from freetoken.serving.output_memory import OutputMemory
+from freetoken.serving.output_memory import ANSWER_TOKENS, OutputMemory
 from freetoken.serving.prompt import PromptRenderer, RenderedPrompt
 from freetoken.serving.reply import ChoiceEnded, ReplyCall, ReplyMessage, ReplyReasoning, ReplyText
 from freetoken.serving.tokenizer import TextModel
@@ -223,12 +223,12 @@ def test_a_client_that_writes_the_mark_of_another_process_is_harmless(with_templ
 
 def test_the_memory_is_bounded(with_template: WithTemplate) -> None:
     session = Session(with_template(PLAIN))
-    session.memory = OutputMemory(20)
+    session.memory = OutputMemory(2 * (8 + ANSWER_TOKENS) + 4)
     session.renderer = PromptRenderer(session.model, session.memory, (2,))
     for i in range(10):
         prompt = session.renderer.render(Conversation((user(f"hi {i}"),)))
         session.answer(prompt, "12345678", "12345678", call=(f"call_{i}", "f", "{}"))
-        assert session.memory.num_tokens <= 20
+        assert session.memory.num_tokens <= 2 * (8 + ANSWER_TOKENS)
     assert len(session.memory) == 2
     assert len(session.memory._calls) == 2
 
