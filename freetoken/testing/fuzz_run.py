@@ -32,6 +32,7 @@ class FuzzReport:
     faults: list[dict[str, Any]] = field(default_factory=list)
     longest_s: float = 0.0
     longest_index: int = -1
+    longest_kind: str = ""
 
     def add(self, index: int, request: FuzzRequest, answer: bytes, problem: str | None, elapsed_s: float) -> None:
         """Count one exchange."""
@@ -40,7 +41,7 @@ class FuzzReport:
         status = status_of(answer)
         self.statuses["left" if request.leaves else "none" if status is None else str(status)] += 1
         if elapsed_s > self.longest_s:
-            self.longest_s, self.longest_index = elapsed_s, index
+            self.longest_s, self.longest_index, self.longest_kind = elapsed_s, index, request.kind
         if problem is None:
             return
         self.num_faults += 1
