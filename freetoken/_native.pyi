@@ -327,18 +327,16 @@ class Mailbox:
         """``ExpertCache`` or ``CpuExecutor``, if its answer to the latest publish has not come; else empty."""
 
 @final
-class SlotResize:
-    """What a change of a slot table's capacity takes."""
+class Vacated:
+    """What ``vacate`` did."""
 
-    @property
-    def num_slots(self) -> int: ...
     @property
     def moves(self) -> list[tuple[int, int]]:
-        """(from, to): records to be copied before the change."""
+        """(from, to): records to be copied before ``finish_vacate``; no slot is named twice."""
 
     @property
-    def evicted(self) -> list[int]:
-        """Slots whose records go."""
+    def num_evicted(self) -> int:
+        """Records that were given up."""
 
 @final
 class SlotTable:
@@ -378,17 +376,28 @@ class SlotTable:
     def resident(self) -> list[tuple[int, int, int]]:
         """(slot, layer, expert) of every resident record."""
 
-    def plan_resize(self, num_slots: int) -> SlotResize:
-        """Between publishes whose fills are complete. Changes nothing."""
+    def vacate(self, num_slots: int) -> Vacated:
+        """Begin to have fewer slots: the worst records go, nothing is admitted beyond ``num_slots`` any more, and the
+        records there stay readable until ``finish_vacate``, which may follow after any number of publishes.
+        ``RuntimeError`` while slots are being vacated."""
 
-    def resize(self, plan: SlotResize) -> None:
-        """``RuntimeError`` when there was a publish since ``plan_resize``."""
+    def finish_vacate(self) -> None:
+        """The records that move were copied, after every fill and read of earlier publishes. Does nothing without a
+        ``vacate``."""
+
+    def cancel_vacate(self) -> None:
+        """All slots stay. Does nothing without a ``vacate``."""
+
+    def grow(self, num_slots: int) -> None:
+        """Have more slots. ``RuntimeError`` while slots are being vacated."""
 
     def score_curve(self, capacities: Sequence[int]) -> list[float]:
         """Estimated hit rate at each capacity (ascending): the best records' share of the sum of scores. Zeros with
         LRU."""
 
-    def invalidate_all(self) -> None: ...
+    def empty(self, num_slots: int) -> None:
+        """``num_slots`` slots, all free; ends a ``vacate``. Scores of records stay."""
+
     def check_integrity(self) -> None:
         """``AssertionError`` when free + resident + in flight != capacity or the two directions disagree."""
 
@@ -524,15 +533,13 @@ class CacheServer:
     def split_status(self) -> dict[str, Any] | None:
         """Of decode steps (up to 16 tokens) under ``set_auto_split``, else None; keys as ``SplitPlanner.status``."""
 
-    def plan_resize(self, num_slots: int) -> SlotResize:
-        """Of the table it owns; between steps."""
-
-    def resize(self, plan: SlotResize) -> None:
-        """Of the table it owns; between steps, after the records were moved."""
-
-    def score_curve(self, capacities: Sequence[int]) -> list[float]:
-        """Of the table it owns; any time."""
-
+    # Of the table it owns, as there; any thread, and but for `empty` any time.
+    def vacate(self, num_slots: int) -> Vacated: ...
+    def finish_vacate(self) -> None: ...
+    def cancel_vacate(self) -> None: ...
+    def grow(self, num_slots: int) -> None: ...
+    def empty(self, num_slots: int) -> None: ...
+    def score_curve(self, capacities: Sequence[int]) -> list[float]: ...
     def log_routes(self, mode: str, sampled_layers: Sequence[int]) -> None:
         """Keep what is published from now on: ``off``, ``sample`` (decode batches of these layers) or ``all``."""
 

@@ -184,7 +184,7 @@ def _measure(arguments: argparse.Namespace, url: str, figures: dict[str, Any]) -
         figures["hit_rate_lost"] = _spread([e["hit_rate_later"] - e["hit_rate_right_after"] for e in done])
     device = actor_metrics(url)["GpuExecutor"]
     figures["graphs_captured"] = device.get("graphs_captured_total", 0.0) - graphs
-    figures["slowest_change_on_device_ms"] = device.get("resize_slowest_ms")
+    figures["slowest_pause_of_step_thread_ms"] = device.get("resize_slowest_pause_ms")
 
 
 def _fill_kv(url: str, vocab: int, tokens: int, context: int, seed: int) -> None:

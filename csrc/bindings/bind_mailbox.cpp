@@ -258,8 +258,11 @@ void bind_servers(py::module_& m) {
              const std::optional<SplitPlanner::Status> status = server.split_status();
              return status ? py::object(describe_split(*status)) : py::none();
            })
-      .def("plan_resize", &CacheServer::plan_resize, py::arg("num_slots"), py::call_guard<py::gil_scoped_release>())
-      .def("resize", &CacheServer::resize, py::arg("plan"), py::call_guard<py::gil_scoped_release>())
+      .def("vacate", &CacheServer::vacate, py::arg("num_slots"), py::call_guard<py::gil_scoped_release>())
+      .def("finish_vacate", &CacheServer::finish_vacate, py::call_guard<py::gil_scoped_release>())
+      .def("cancel_vacate", &CacheServer::cancel_vacate, py::call_guard<py::gil_scoped_release>())
+      .def("empty", &CacheServer::empty, py::arg("num_slots"), py::call_guard<py::gil_scoped_release>())
+      .def("grow", &CacheServer::grow, py::arg("num_slots"), py::call_guard<py::gil_scoped_release>())
       .def(
           "score_curve",
           [](CacheServer& server, const std::vector<std::int64_t>& capacities) {

@@ -126,15 +126,14 @@ py::array_t<std::int64_t> replay_publishes(SlotTable& owned_table, int top_k, do
 }  // namespace
 
 void bind_slots(py::module_& m) {
-  py::class_<SlotResize>(m, "SlotResize", py::is_final())
-      .def_readonly("num_slots", &SlotResize::num_slots)
+  py::class_<Vacated>(m, "Vacated", py::is_final())
       .def_property_readonly("moves",
-                             [](const SlotResize& plan) {
+                             [](const Vacated& vacated) {
                                std::vector<std::pair<int, int>> result;
-                               for (const SlotMove& move : plan.moves) result.emplace_back(move.from, move.to);
+                               for (const SlotMove& move : vacated.moves) result.emplace_back(move.from, move.to);
                                return result;
                              })
-      .def_readonly("evicted", &SlotResize::evicted);
+      .def_readonly("num_evicted", &Vacated::num_evicted);
   m.def("replay_publishes", &replay_publishes, py::arg("slots").none(false), py::arg("top_k"),
         py::arg("fetch_fraction"), py::arg("layers"), py::arg("token_counts"), py::arg("ids"), py::arg("admit"));
   py::class_<SlotTable, std::shared_ptr<SlotTable>>(m, "SlotTable", py::is_final())
@@ -168,17 +167,20 @@ void bind_slots(py::module_& m) {
              return result;
            })
       .def(
-          "plan_resize", [](SlotTable& table, int num_slots) { return unowned(table).plan_resize(num_slots); },
+          "vacate", [](SlotTable& table, int num_slots) { return unowned(table).vacate(num_slots); },
           py::arg("num_slots"))
+      .def("finish_vacate", [](SlotTable& table) { unowned(table).finish_vacate(); })
+      .def("cancel_vacate", [](SlotTable& table) { unowned(table).cancel_vacate(); })
       .def(
-          "resize", [](SlotTable& table, const SlotResize& plan) { unowned(table).resize(plan); }, py::arg("plan"))
+          "grow", [](SlotTable& table, int num_slots) { unowned(table).grow(num_slots); }, py::arg("num_slots"))
       .def(
           "score_curve",
           [](SlotTable& table, const std::vector<std::int64_t>& capacities) {
             return score_curve(unowned(table).scores(), capacities);
           },
           py::arg("capacities"))
-      .def("invalidate_all", [](SlotTable& table) { unowned(table).invalidate_all(); })
+      .def(
+          "empty", [](SlotTable& table, int num_slots) { unowned(table).empty(num_slots); }, py::arg("num_slots"))
       .def("check_integrity", [](SlotTable& table) {
         unowned(table);
         try {

@@ -68,8 +68,7 @@ void CacheServer::start() {
   slots_->acquire_owner();
   started_ = true;
   slots_->set_mirror(mailbox_->slot_of());
-  resident_.set(slots_->num_resident());
-  in_flight_.set(slots_->num_in_flight());
+  show_slots();
   try {
     thread_ = std::thread([this] { serve(); });
   } catch (...) {
@@ -142,15 +141,38 @@ void CacheServer::show_split() {
   if (lock.owns_lock() && next_splits_ == nullptr) shown_split_ = splits_->decode.status();
 }
 
-SlotResize CacheServer::plan_resize(int num_slots) {
+Vacated CacheServer::vacate(int num_slots) {
   std::lock_guard lock(table_);
-  return slots_->plan_resize(num_slots);
+  Vacated vacated = slots_->vacate(num_slots);
+  evicted_.add(vacated.num_evicted);
+  show_slots();
+  return vacated;
 }
 
-void CacheServer::resize(const SlotResize& plan) {
+void CacheServer::finish_vacate() {
   std::lock_guard lock(table_);
-  slots_->resize(plan);
-  evicted_.add(static_cast<std::int64_t>(plan.evicted.size()));
+  slots_->finish_vacate();
+}
+
+void CacheServer::cancel_vacate() {
+  std::lock_guard lock(table_);
+  slots_->cancel_vacate();
+}
+
+void CacheServer::grow(int num_slots) {
+  std::lock_guard lock(table_);
+  slots_->grow(num_slots);
+}
+
+void CacheServer::empty(int num_slots) {
+  std::lock_guard lock(table_);
+  const std::int64_t before = slots_->evicted_total();
+  slots_->empty(num_slots);
+  evicted_.add(slots_->evicted_total() - before);
+  show_slots();
+}
+
+void CacheServer::show_slots() {
   resident_.set(slots_->num_resident());
   in_flight_.set(slots_->num_in_flight());
 }
@@ -183,7 +205,7 @@ void CacheServer::serve() {
 // False after a fault; the mailbox is aborted then.
 bool CacheServer::answer(std::uint32_t seq) {
   const std::int64_t seen_ns = monotonic_ns();
-  std::lock_guard lock(table_);  // taken by others only between steps and for a figure now and then
+  std::lock_guard lock(table_);  // taken by others for a change of capacity, and for a figure now and then
   __builtin_prefetch(mailbox_->ids());
   __builtin_prefetch(mailbox_->admit());
   const RequestHeader request = mailbox_->request();
@@ -317,8 +339,7 @@ void CacheServer::count(int layer, const PlanHeader& plan) {
   fetched_bytes_.add(bytes(plan.fetched_records(num_tiles_[layer])));
   cpu_bytes_.add(bytes(plan.cpu_records(num_tiles_[layer])));
   publishes_.add(1);
-  resident_.set(slots_->num_resident());
-  in_flight_.set(slots_->num_in_flight());
+  show_slots();
   layers_[layer * 3].add(plan.num_hits);
   layers_[layer * 3 + 1].add(plan.num_fetches);
   layers_[layer * 3 + 2].add(num_cpu);

@@ -77,10 +77,13 @@ class CacheServer {
   // Of the split of decode steps by live rates, as of a recent publish; nothing while the share is fixed. Any thread,
   // any time.
   std::optional<SplitPlanner::Status> split_status() const;
-  // SlotTable's, while a server owns it; any thread, while no step runs. Between steps nothing is published.
-  SlotResize plan_resize(int num_slots);
-  void resize(const SlotResize& plan);
-  std::vector<double> scores();  // any time
+  // SlotTable's, while a server owns it: between two publishes. Any thread, any time.
+  Vacated vacate(int num_slots);
+  void finish_vacate();
+  void cancel_vacate();
+  void grow(int num_slots);
+  void empty(int num_slots);  // no step runs
+  std::vector<double> scores();
   // What was published, if somebody wants to know. Any thread.
   RouteLog& route_log() { return route_log_; }
   // Any thread, any time. Cumulative but for resident and in_flight.
@@ -92,6 +95,7 @@ class CacheServer {
   void serve();
   bool answer(std::uint32_t seq);
   void count(int layer, const PlanHeader& header);
+  void show_slots();
   LayerTiming timing_of_previous(std::int64_t seen_ns);
   void count_timing(const LayerTiming& timing);
 

@@ -9,27 +9,33 @@
 
 namespace ft {
 
-SlotResize SlotTable::plan_resize(int num_slots) const {
-  if (num_slots < 0 || num_slots > 1 << 28) {
-    throw std::invalid_argument("slot table: num_slots " + std::to_string(num_slots) + " is not in 0.." +
-                                std::to_string(1 << 28));
+namespace {
+
+void check_capacity(int num_slots, int low, int high) {
+  if (num_slots < low || num_slots > high) {
+    throw std::invalid_argument("slot table: num_slots " + std::to_string(num_slots) + " is not in " +
+                                std::to_string(low) + ".." + std::to_string(high));
   }
-  SlotResize plan{.num_slots = num_slots, .num_publishes = num_publishes_};
-  if (num_slots >= this->num_slots()) return plan;
-  int staying = 0;  // in flight in a slot that stays: they stay there
-  for (const std::int32_t slot : in_flight_) {
-    if (slot < num_slots) {
-      ++staying;
-    } else {
-      plan.evicted.push_back(slot);
-    }
+}
+
+}  // namespace
+
+Vacated SlotTable::vacate(int num_slots) {
+  if (limit_ != this->num_slots()) throw std::logic_error("slot table: slots are being vacated");
+  check_capacity(num_slots, 0, this->num_slots());
+  Vacated result;
+  if (num_slots == this->num_slots()) return result;
+  const std::int64_t evicted_before = evicted_total_;
+  const std::vector<std::int32_t> filling(in_flight_);
+  for (const std::int32_t slot : filling) {
+    if (slot >= num_slots) drop(slot);
   }
   std::vector<std::int32_t> residents;
   residents.reserve(num_resident_);
   for (int slot = 0; slot < this->num_slots(); ++slot) {
     if (state_[slot] == State::kResident) residents.push_back(slot);
   }
-  const int room = std::max(num_slots - staying, 0);
+  const int room = std::max(num_slots - num_in_flight(), 0);
   const int excess = std::max(static_cast<int>(residents.size()) - room, 0);
   // The same total order as that of eviction: by score, then by key.
   const auto worse = [this](std::int32_t a, std::int32_t b) {
@@ -41,61 +47,93 @@ SlotResize SlotTable::plan_resize(int num_slots) const {
   };
   std::nth_element(residents.begin(), residents.begin() + excess, residents.end(), worse);
   std::sort(residents.begin(), residents.begin() + excess);
-  plan.evicted.insert(plan.evicted.end(), residents.begin(), residents.begin() + excess);
-  std::vector<std::uint8_t> taken(num_slots, 0);
-  for (const std::int32_t slot : in_flight_) {
-    if (slot < num_slots) taken[slot] = 1;
-  }
-  std::vector<std::int32_t> leaving;
-  for (auto it = residents.begin() + excess; it != residents.end(); ++it) {
-    if (*it < num_slots) {
-      taken[*it] = 1;
-    } else {
-      leaving.push_back(*it);
-    }
-  }
-  std::sort(leaving.begin(), leaving.end());
+  std::for_each(residents.begin(), residents.begin() + excess, [this](std::int32_t slot) { drop(slot); });
+  limit_ = num_slots;
   std::int32_t to = 0;
-  for (const std::int32_t from : leaving) {
-    while (taken[to]) ++to;
-    plan.moves.push_back(SlotMove{from, to++});
+  for (int from = num_slots; from < this->num_slots(); ++from) {
+    if (state_[from] == State::kFree) {
+      state_[from] = State::kClosed;
+      continue;
+    }
+    while (state_[to] != State::kFree) ++to;
+    state_[to] = State::kClosed;
+    withdraw(key_of_slot_[from]);
+    moving_.push_back(SlotMove{from, to});
   }
-  return plan;
+  rebuild_free_list();
+  result.moves = moving_;
+  result.num_evicted = static_cast<int>(evicted_total_ - evicted_before);
+  return result;
 }
 
-void SlotTable::resize(const SlotResize& plan) {
-  if (plan.num_publishes != num_publishes_)
-    throw std::logic_error("slot table: a publish came between plan and resize");
-  for (const std::int32_t slot : plan.evicted) {
-    const std::int32_t k = key_of_slot_[slot];
-    if (state_[slot] == State::kFree) continue;  // it was in flight, and the server has stopped since
-    if (state_[slot] == State::kResident) {
-      withdraw(k);
-      mirror(k, -1);
-      --num_resident_;
-    } else {
-      std::erase(in_flight_, slot);
-    }
-    slot_of_key_[k] = -1;
-    key_of_slot_[slot] = -1;
-    state_[slot] = State::kFree;
-    ++evicted_total_;
-  }
-  for (const SlotMove& move : plan.moves) {
+void SlotTable::finish_vacate() {
+  const int num_slots = limit_;
+  if (num_slots == this->num_slots()) return;
+  for (const SlotMove& move : moving_) {
     const std::int32_t k = key_of_slot_[move.from];
     key_of_slot_[move.to] = k;
     state_[move.to] = State::kResident;
     filled_by_[move.to] = filled_by_[move.from];
     slot_of_key_[k] = move.to;
     mirror(k, move.to);
-    key_of_slot_[move.from] = -1;
-    state_[move.from] = State::kFree;
+    offer(k);
   }
-  key_of_slot_.resize(plan.num_slots, -1);
-  state_.resize(plan.num_slots, State::kFree);
-  filled_by_.resize(plan.num_slots, 0);
-  in_flight_.reserve(std::min(plan.num_slots, num_experts_));
+  key_of_slot_.resize(num_slots);
+  state_.resize(num_slots);
+  filled_by_.resize(num_slots);
+  end_vacate();
+}
+
+void SlotTable::cancel_vacate() {
+  if (limit_ == num_slots()) return;
+  for (const SlotMove& move : moving_) state_[move.to] = State::kFree;
+  for (int slot = limit_; slot < num_slots(); ++slot) {
+    if (state_[slot] == State::kClosed) state_[slot] = State::kFree;
+  }
+  const std::vector<SlotMove> stayed(moving_);
+  end_vacate();
+  for (const SlotMove& move : stayed) offer(key_of_slot_[move.from]);
+}
+
+void SlotTable::end_vacate() {
+  limit_ = num_slots();
+  moving_.clear();
   rebuild_free_list();
+}
+
+void SlotTable::grow(int num_slots) {
+  if (limit_ != this->num_slots()) throw std::logic_error("slot table: slots are being vacated");
+  check_capacity(num_slots, this->num_slots(), 1 << 28);
+  key_of_slot_.resize(num_slots, -1);
+  state_.resize(num_slots, State::kFree);
+  filled_by_.resize(num_slots, 0);
+  in_flight_.reserve(std::min(num_slots, num_experts_));
+  limit_ = num_slots;
+  rebuild_free_list();
+}
+
+void SlotTable::empty(int num_slots) {
+  check_capacity(num_slots, 0, 1 << 28);
+  cancel_vacate();
+  vacate(0);
+  finish_vacate();
+  grow(num_slots);
+}
+
+// The slot's record is given up, read or not.
+void SlotTable::drop(std::int32_t slot) {
+  const std::int32_t k = key_of_slot_[slot];
+  if (state_[slot] == State::kResident) {
+    withdraw(k);
+    mirror(k, -1);
+    --num_resident_;
+  } else {
+    std::erase(in_flight_, slot);
+  }
+  slot_of_key_[k] = -1;
+  key_of_slot_[slot] = -1;
+  state_[slot] = State::kFree;
+  ++evicted_total_;
 }
 
 void SlotTable::rebuild_free_list() {

@@ -75,6 +75,7 @@ SlotTable::SlotTable(int num_layers, int num_experts, int num_slots, const SlotP
   }
   barrier_.assign(num_keys, kInfinityF);
   key_of_slot_.assign(num_slots, -1);
+  limit_ = num_slots;
   state_.assign(num_slots, State::kFree);
   filled_by_.assign(num_slots, 0);
   free_.reserve(num_slots);
@@ -225,24 +226,6 @@ void SlotTable::invalidate_in_flight() {
   in_flight_.clear();
 }
 
-void SlotTable::invalidate_all() {
-  invalidate_in_flight();
-  std::fill(barrier_.begin(), barrier_.end(), kInfinityF);
-  std::fill(worst_.begin(), worst_.end(), -1);
-  std::fill(worst_score_.begin(), worst_score_.end(), kInfinity);
-  num_resident_ = 0;
-  free_.clear();
-  for (int slot = num_slots() - 1; slot >= 0; --slot) {
-    if (state_[slot] == State::kResident) {
-      slot_of_key_[key_of_slot_[slot]] = -1;
-      mirror(key_of_slot_[slot], -1);
-    }
-    state_[slot] = State::kFree;
-    key_of_slot_[slot] = -1;
-    free_.push_back(slot);
-  }
-}
-
 void SlotTable::set_mirror(std::int32_t* slot_of) {
   mirror_ = slot_of;
   for (std::size_t k = 0; k < slot_of_key_.size(); ++k) {
@@ -277,8 +260,10 @@ int SlotTable::worst_layer() const {
   return worst;
 }
 
-// Ties go to the smaller key, so that the same history gives the same victims.
+// Ties go to the smaller key, so that the same history gives the same victims. Where a slot is being vacated, its
+// record stays until it has moved.
 void SlotTable::offer(std::int32_t k) {
+  if (slot_of_key_[k] >= limit_) return;
   const int layer = k / num_experts_;
   const double score = score_of(k);
   barrier_[k] = 0.0f;
@@ -336,6 +321,7 @@ void SlotTable::check_integrity() const {
   int resident = 0;
   int in_flight = 0;
   int free = 0;
+  int closed = 0;
   for (int slot = 0; slot < num_slots(); ++slot) {
     const std::string name = "slot " + std::to_string(slot);
     const std::int32_t k = key_of_slot_[slot];
@@ -343,13 +329,21 @@ void SlotTable::check_integrity() const {
       case State::kFree:
         ++free;
         if (k != -1) broken(name + " is free but names a record");
+        if (slot >= limit_) broken(name + " is free, but it goes");
+        break;
+      case State::kClosed:
+        ++closed;
+        if (k != -1) broken(name + " is closed but names a record");
         break;
       case State::kInFlight:
       case State::kResident: {
         const bool is_resident = state_[slot] == State::kResident;
         ++(is_resident ? resident : in_flight);
         if (k < 0 || slot_of_key_[k] != slot) broken(name + " and its record disagree");
-        if ((barrier_[k] == 0.0f) != is_resident) broken(name + " may be evicted exactly when it is not resident");
+        if (!is_resident && slot >= limit_) broken(name + " is filled, but it goes");
+        if ((barrier_[k] == 0.0f) != (is_resident && slot < limit_)) {
+          broken(name + " may be evicted exactly when it must not be");
+        }
         if (is_resident ? filled_by_[slot] >= num_publishes_ : filled_by_[slot] != num_publishes_) {
           broken(name + " became readable before its fill was complete");
         }
@@ -358,11 +352,19 @@ void SlotTable::check_integrity() const {
     }
   }
   if (free != num_free() || resident != num_resident_ || in_flight != num_in_flight() ||
-      free + resident + in_flight != num_slots()) {
+      free + resident + in_flight + closed != num_slots()) {
     broken("free " + std::to_string(free) + " (" + std::to_string(num_free()) + ") + resident " +
            std::to_string(resident) + " (" + std::to_string(num_resident_) + ") + in flight " +
-           std::to_string(in_flight) + " (" + std::to_string(num_in_flight()) + ") != capacity " +
-           std::to_string(num_slots()));
+           std::to_string(in_flight) + " (" + std::to_string(num_in_flight()) + ") + closed " + std::to_string(closed) +
+           " != capacity " + std::to_string(num_slots()));
+  }
+  for (const SlotMove& move : moving_) {
+    if (state_[move.from] != State::kResident || move.from < limit_) {
+      broken("slot " + std::to_string(move.from) + " is to be vacated but holds nothing");
+    }
+    if (state_[move.to] != State::kClosed || move.to >= limit_) {
+      broken("slot " + std::to_string(move.to) + " is not kept for what moves there");
+    }
   }
   std::vector<std::uint8_t> is_free(num_slots(), 0);
   for (const std::int32_t slot : free_) {

@@ -36,12 +36,10 @@ struct SlotMove {
   std::int32_t from = 0, to = 0;
 };
 
-// What a change of capacity takes: records that move down and slots whose record goes. Made by plan_resize.
-struct SlotResize {
-  int num_slots = 0;
+// What SlotTable::vacate did: records to be copied to lower slots, and how many it gave up.
+struct Vacated {
   std::vector<SlotMove> moves;  // no slot is named twice
-  std::vector<std::int32_t> evicted;
-  std::uint64_t num_publishes = 0;  // of the table when it was planned
+  int num_evicted = 0;
 };
 
 // For each capacity (ascending): the share of the sum of `scores` that the best so many records have, an estimate of
@@ -62,7 +60,8 @@ std::vector<double> score_curve(std::vector<double> scores, std::span<const std:
 // are not aged by it.
 //
 // Life of a slot: free -> in flight (named as a destination) -> resident (the next publish of the client has come,
-// hence the fill is complete) -> in flight for another record. free + in flight + resident == capacity at all times.
+// hence the fill is complete) -> in flight for another record. While slots are vacated some are closed: what goes and
+// is empty, and what is kept for a record that moves. free + in flight + resident + closed == capacity at all times.
 //
 // A publish costs O(E) with a small constant (each layer's worst resident is found by a scan that vectorises), an
 // eviction O(E + L). Nothing is allocated. Not thread-safe.
@@ -98,14 +97,21 @@ class SlotTable {
 
   // The fills of the last publish will never be known to be complete: their slots become free.
   void invalidate_in_flight();
-  // Every slot becomes free. Scores stay: they describe the records, not the arena.
-  void invalidate_all();
+  // The arena is another one, of num_slots free slots. Scores stay: they describe the records. Ends a vacate. Throws
+  // std::invalid_argument.
+  void empty(int num_slots);
 
-  // A change of capacity (slot_resize.cpp), between publishes whose fills are complete. plan_resize changes nothing; it
-  // gives up the records that score worst, wherever they lie, and moves the others out of the slots that go. Between
-  // the two calls the caller copies the records that move; resize throws std::logic_error when there was a publish.
-  SlotResize plan_resize(int num_slots) const;
-  void resize(const SlotResize& plan);
+  // Fewer slots (slot_resize.cpp), in two steps with any number of publishes in between. vacate gives up the records
+  // that score worst, wherever they lie, and fills of slots that go; from then on nothing is admitted to a slot from
+  // num_slots on, and the records that stay there are found and never evicted. Once the caller has copied them, after
+  // every fill and read of earlier publishes, finish_vacate names them at their new places; cancel_vacate leaves all
+  // where it is. Throws std::invalid_argument for more slots than there are, std::logic_error while slots are being
+  // vacated.
+  Vacated vacate(int num_slots);
+  void finish_vacate();  // without a vacate neither does anything
+  void cancel_vacate();
+  // More slots. Throws std::invalid_argument for fewer, std::logic_error while slots are being vacated.
+  void grow(int num_slots);
   // Positive scores of all records, at their layers' clocks, in no order; empty with LRU.
   std::vector<double> scores() const;
 
@@ -132,7 +138,7 @@ class SlotTable {
   bool is_owned() const { return owned_.load(std::memory_order_acquire); }
 
  private:
-  enum class State : std::uint8_t { kFree, kInFlight, kResident };
+  enum class State : std::uint8_t { kFree, kInFlight, kResident, kClosed };
 
   std::int32_t key(int layer, int expert) const { return layer * num_experts_ + expert; }
   std::size_t first_key(int layer) const { return static_cast<std::size_t>(layer) * num_experts_; }
@@ -146,6 +152,8 @@ class SlotTable {
   bool deserves_slot(int layer, double score, double worst_score) const;
   int worst_layer() const;
   void release(std::int32_t slot);
+  void drop(std::int32_t slot);
+  void end_vacate();
   void rebuild_free_list();
   void mirror(std::int32_t key, std::int32_t slot) {
     if (mirror_ != nullptr) std::atomic_ref<std::int32_t>(mirror_[key]).store(slot, std::memory_order_relaxed);
@@ -166,6 +174,8 @@ class SlotTable {
   std::vector<std::uint64_t> filled_by_;  // number of the publish that named the slot as a destination
   std::vector<std::int32_t> free_;
   std::vector<std::int32_t> in_flight_;
+  int limit_ = 0;                 // less than num_slots() while the slots from here on are vacated
+  std::vector<SlotMove> moving_;  // of the vacate that is open
   // By layer.
   std::vector<double> trust_;                          // of the lasting average, 0..1
   std::vector<double> tokens_seen_;                    // its age

@@ -3,6 +3,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <cstddef>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -47,8 +49,9 @@ struct Group {
         cache(mailbox, slots, s.fraction, s.in_place, s.spin_us,
               std::vector<std::int64_t>(kLayers, bank.layout.stride_bytes)),
         cpu(mailbox, bank.store, make_pool(1), s.spin_us),
-        client(mailbox, bank.store, make_arena(bank, s.num_slots), bank.layout.stride_bytes, make_pool(2), s.spin_us,
-               s.timeout_s, s.deterministic) {}
+        arena(make_arena(bank, s.num_slots)),
+        client(mailbox, bank.store, arena, bank.layout.stride_bytes, make_pool(2), s.spin_us, s.timeout_s,
+               s.deterministic) {}
 
   void start() {
     cache.start();
@@ -64,6 +67,7 @@ struct Group {
   std::shared_ptr<ft::SlotTable> slots;
   ft::CacheServer cache;
   ft::CpuServer cpu;
+  std::shared_ptr<ft::SharedSegment> arena;
   ft::DeviceClient client;
 };
 
@@ -96,6 +100,56 @@ void test_results(const Bank& bank, const Settings& settings, int count) {
   CHECK((c.fetches > 0) == (!settings.in_place && settings.fraction > 0.0));
   CHECK((c.cpu > 0) == (!settings.in_place && settings.fraction < 1.0));
   CHECK((c.admitted > 0) == (!settings.in_place && has_slots));
+}
+
+// Another thread has slots vacated and added at any moment of a publish; the device copies between two.
+void test_capacity_changes_while_serving(const Bank& bank, ft::SlotPolicy policy) {
+  constexpr int kMost = 20;
+  Group group(bank, Settings{.num_slots = kMost, .fraction = 0.7, .policy = policy});
+  group.start();
+  std::atomic<int> turn{0};  // 0: the table's owner, 1: the device, 2: the end
+  ft::Vacated vacated;
+  int capacity = kMost;
+  bool finish = true;
+  std::thread owner([&] {
+    std::mt19937 random(71);
+    for (int round = 0; round < 60; ++round) {
+      const bool shrink = round % 2 == 0;
+      const int before = capacity;
+      capacity = shrink ? static_cast<int>(random() % (capacity + 1)) : kMost;
+      finish = random() % 4 != 0;
+      if (shrink) vacated = group.cache.vacate(capacity);
+      turn.store(1);
+      while (turn.load() == 1) std::this_thread::yield();
+      if (!shrink) {
+        group.cache.grow(capacity);
+      } else if (finish) {
+        group.cache.finish_vacate();
+      } else {
+        group.cache.cancel_vacate();
+        capacity = before;
+      }
+    }
+    turn.store(2);
+  });
+  std::mt19937 random(73);
+  while (turn.load() != 2) {
+    const Batch batch(random);
+    batch.check(bank, run(batch, group.client));
+    if (turn.load() != 1) continue;
+    std::byte* records = group.arena->data();
+    for (const ft::SlotMove& move : vacated.moves) {
+      std::memcpy(records + move.to * bank.layout.stride_bytes, records + move.from * bank.layout.stride_bytes,
+                  bank.layout.stride_bytes);
+    }
+    vacated.moves.clear();
+    turn.store(0);
+  }
+  owner.join();
+  group.stop();
+  group.slots->check_integrity();
+  const ft::CacheCounters c = group.cache.counters();
+  CHECK(!group.mailbox->aborted() && c.hits > 0 && c.admitted > 0 && c.resident <= c.admitted);
 }
 
 // The same batches under different cache states, splits and spinning: the same bits.
@@ -302,6 +356,9 @@ int main() {
     }
     test_results(bank, {.num_slots = 0, .in_place = true, .deterministic = deterministic}, 60);
     test_results(bank, {.deterministic = deterministic, .spin_us = 20, .policy = ft::SlotPolicy::kLru}, 60);
+  }
+  for (const ft::SlotPolicy policy : {ft::SlotPolicy::kCrf, ft::SlotPolicy::kLru}) {
+    test_capacity_changes_while_serving(bank, policy);
   }
   test_deterministic(bank);
   test_abort_at_any_moment(bank);

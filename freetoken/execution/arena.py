@@ -8,6 +8,7 @@ follow each other without gaps.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 
 import numpy as np
 
@@ -94,23 +95,27 @@ class Arena:
             self.slot_segment = _allocate("slots", division.num_slots * self.slot_stride_bytes, "--vram")
         self.division = division
 
-    def change(self, slot_moves: Moves, block_moves: Moves) -> None:
-        """Copy what moves (the places it goes to hold nothing) and make the prepared division true."""
+    def move(self, pool: str, moves: Moves) -> None:
+        """Copy records of ``pool`` (``SLOTS``, ``KV``) to places that hold nothing."""
         pools = self.pools
         assert pools is not None
-        pools.check_moves(slot_moves, block_moves)
-        for segment, stride, moves in (
-            (self.slot_segment, self.slot_stride_bytes, slot_moves),
-            (self.kv_segment, self.kv.block_bytes, block_moves),
-        ):
-            assert segment is not None
-            bytes_of = np.frombuffer(memoryview(segment), np.uint8)
-            for source, target in moves:
-                bytes_of[target * stride : (target + 1) * stride] = bytes_of[source * stride : (source + 1) * stride]
-        pools.commit()
+        pools.check_moves(pool, moves)
+        slots = pool == SLOTS
+        stride = self.slot_stride_bytes if slots else self.kv.block_bytes
+        segment = self.slot_segment if slots else self.kv_segment
+        assert segment is not None
+        bytes_of = np.frombuffer(memoryview(segment), np.uint8)
+        for source, target in moves:
+            bytes_of[target * stride : (target + 1) * stride] = bytes_of[source * stride : (source + 1) * stride]
 
-    def settle(self) -> None:
-        """Wait until what ``change`` copies was read. Here it is."""
+    def commit(self) -> None:
+        """Make the prepared division true."""
+        assert self.pools is not None
+        self.pools.commit()
+
+    def mark(self) -> Callable[[], None]:
+        """What waits until everything before was done. Here it was."""
+        return lambda: None
 
     def close(self) -> None:
         """Unmap the granules; nothing may use the arena any more. Segments go with their last user."""

@@ -68,17 +68,15 @@ class ArenaPools:
         """Unmap the places that went; nothing reads them any more."""
         self.granules.release()
 
-    def check_moves(self, slot_moves: Moves, block_moves: Moves) -> None:
-        """Raises ``ValueError`` for a move out of or into nowhere, or a record that stays where nothing will be."""
-        for what, moves, now, then in (
-            ("slot", slot_moves, self.num_slots, self._then(self.num_slots, 0)),
-            ("block", block_moves, self.num_blocks, self._then(self.num_blocks, 1)),
-        ):
-            sources, targets = [source for source, _ in moves], [target for _, target in moves]
-            if len({*sources, *targets}) != 2 * len(moves):
-                raise ValueError(f"a {what} is moved twice")
-            if moves and (min(sources) < then or max(sources) >= now or min(targets) < 0 or max(targets) >= then):
-                raise ValueError(f"a {what} moves from outside {then}..{now - 1} or to outside 0..{then - 1}")
+    def check_moves(self, pool: str, moves: Moves) -> None:
+        """Raises ``ValueError`` for a move out of or into nowhere, or to where nothing will be."""
+        now = self.num_slots if pool == SLOTS else self.num_blocks
+        then = self._then(now, int(pool == KV))
+        sources, targets = [source for source, _ in moves], [target for _, target in moves]
+        if len({*sources, *targets}) != 2 * len(moves):
+            raise ValueError(f"a record of {pool} is moved twice")
+        if moves and (min(sources) < then or max(sources) >= now or min(targets) < 0 or max(targets) >= then):
+            raise ValueError(f"{pool} move from outside {then}..{now - 1} or to outside 0..{then - 1}")
 
     def _then(self, now: int, pool: int) -> int:
         if self._prepared is None:

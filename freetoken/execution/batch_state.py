@@ -106,6 +106,7 @@ class BatchState:
         self._num_blocks = num_blocks
         self._max_context_tokens = max_context_tokens
         self._requests: dict[str, RequestState] = {}
+        self._untrue: str | None = None
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -130,6 +131,10 @@ class BatchState:
             now[source] = target
         return [state for state in self._requests.values() if state.move_blocks(now)] if block_moves else []
 
+    def invalidate(self, why: str) -> None:
+        """Block ids do not mean what the Scheduler takes them for any more: no plan can be run."""
+        self._untrue = why
+
     def fail(self, request_ids: Iterable[str], message: str) -> None:
         """Requests whose state is no longer true: rows already planned for them are answered with ``message``.
 
@@ -144,7 +149,10 @@ class BatchState:
         """Retire, admit and extend as ``plan`` says; the states of its rows, in order.
 
         Raises ``InvalidPlanError`` naming request and numbers. Then retirements have happened and nothing else.
+        ``RuntimeError`` naming the actor that has to be replaced, after ``invalidate``.
         """
+        if self._untrue is not None:
+            raise RuntimeError(f"GpuExecutor cannot go on: {self._untrue}")
         self.retire(plan.retired)
         seen: set[str] = set()
         for row in plan.rows:

@@ -157,6 +157,6 @@ class ArenaReallocator:
             "failed_resizes_total": float(self.failed_resizes_total),
             "resize_moved_bytes_total": 0.0,
             "resize_ms": self.last_ms,
-            "resize_slowest_ms": self.slowest_ms,
+            "resize_slowest_pause_ms": self.slowest_ms,
             **self._shape.figures(self._arena.division.split),
         }

@@ -95,7 +95,13 @@ class GpuExecutorService(Service):
                 self._replace_arena,
             )
         else:
-            self._resizer = ArenaResizer(self.endpoint, arena, lambda: (self.epoch, self._executor), thread.call)
+            self._resizer = ArenaResizer(
+                self.endpoint,
+                arena,
+                lambda: (self.epoch, self._executor),
+                thread.post,
+                self.spec.config.scheduler.step_timeout_s,
+            )
 
     @property
     def _on_cuda(self) -> bool:

@@ -139,12 +139,16 @@ class StepThread:
         """Run ``plan`` after everything queued before it. Any thread; ignored once closed."""
         self._append(lambda: self._run_plan(executor, plan), None)
 
+    def post(self, function: Callable[[], T]) -> Future[T]:
+        """Run ``function`` on this thread, after everything queued before it; what becomes of it. Cancelled when the
+        queue is dropped first."""
+        future: Future[T] = Future()
+        self._append(function, cast("Future[object]", future))
+        return future
+
     def call(self, function: Callable[[], T]) -> T:
-        """Run ``function`` on this thread, in turn; blocks, and returns or raises what it does. ``CancelledError`` when
-        the queue is dropped first."""
-        future: Future[object] = Future()
-        self._append(function, future)
-        return cast(T, future.result())
+        """``post``, and wait: returns or raises what ``function`` does, or ``CancelledError``."""
+        return self.post(function).result()
 
     def drain(self, timeout_s: float) -> None:
         """Forget what waits and the background step, and return once nothing runs. ``FreeTokenError`` when the running

@@ -10,14 +10,13 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from freetoken._native import CacheServer, Mailbox, SharedSegment, SlotResize, SlotTable
+from freetoken._native import CacheServer, Mailbox, SharedSegment, SlotTable
 from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.config.schema import ExpertsConfig
 from freetoken.costs import assumed_costs
 from freetoken.errors import CapacityError, ConfigError, PeerLostError, TraceBusyError
 from freetoken.experts.arrivals import Arrivals
 from freetoken.experts.device_client import fetchable_records, is_device_client, plan_mailbox, server_spin_us
-from freetoken.experts.emptying import empty_slots
 from freetoken.experts.reports import StepReporter
 from freetoken.experts.route_trace import TraceInfo
 from freetoken.experts.route_watch import RouteWatch
@@ -32,9 +31,10 @@ from freetoken.messages import (
     ArenaReplaced,
     ArenaResized,
     MailboxShared,
+    PlacesLeft,
     PoolEmptied,
     PoolVacated,
-    ResizeApplied,
+    RecordsMoved,
     StepNotice,
     TraceRecording,
     TraceWish,
@@ -71,14 +71,14 @@ class ExpertCacheService(Service):
         self._server: CacheServer | None = None
         self._totals = dict.fromkeys(_COUNTED, 0)  # of the servers of earlier epochs
         self._steps_total = 0
-        # A change of capacity between VacatePool and ArenaResized.
-        self._resize: tuple[int, SlotResize] | None = None
+        self._vacating_id = 0  # a change between VacatePool and RecordsMoved
         self._worth = SlotWorth(spec)
         self._routes: RouteWatch | None = None
         self._reporter = StepReporter(endpoint, self.name, self.metrics)
         endpoint.on(ArenaReady, self._on_arena_ready)
         endpoint.on(StepNotice, self._on_step_notice)
         endpoint.on(VacatePool, self._on_vacate)
+        endpoint.on(RecordsMoved, self._on_records_moved)
         endpoint.on(ArenaResized, self._on_resized)
         endpoint.on(ArenaReplaced, self._on_replaced)
         endpoint.on_peer_lost(self._arrivals.peer_lost)
@@ -180,7 +180,7 @@ class ExpertCacheService(Service):
     def _slots_for(self, arena: ArenaReady) -> SlotTable:
         """The table that is true to the arena: emptied when the arena's contents were lost."""
         experts, model = self.spec.config.experts, self.spec.model
-        resize, self._resize = self._resize, None
+        self._vacating_id = 0
         if self.slots is None:
             self.slots = SlotTable(
                 len(model.moe_layers),
@@ -192,12 +192,12 @@ class ExpertCacheService(Service):
                 experts.admission_margin,
                 experts.admission_floor,
             )
-        elif arena.arena_id == self._arena_id and resize is not None and resize[0] == arena.resize_id:
-            self.slots.resize(resize[1])  # the epoch ended when the device had made it
-        if arena.arena_id != self._arena_id or self.slots.num_slots != arena.num_slots:
-            self.slots.invalidate_all()
-            self.slots.resize(self.slots.plan_resize(arena.num_slots))
+        self.slots.cancel_vacate()  # the epoch ended before this table had agreed, so the arena did not shrink
+        if arena.arena_id != self._arena_id or self.slots.num_slots > arena.num_slots:
+            self.slots.empty(arena.num_slots)
             logger.info("event=slots_emptied epoch=%d slots=%d", self.epoch, arena.num_slots)
+        else:
+            self.slots.grow(arena.num_slots)
         self._arena_id = arena.arena_id
         return self.slots
 
@@ -325,42 +325,50 @@ class ExpertCacheService(Service):
         table = self._server or self.slots
         if table is None:
             return
-        plan = table.plan_resize(message.capacity)
-        self._resize = (message.resize_id, plan)
-        moves = plan.moves
+        vacated = table.vacate(message.capacity)
+        self._vacating_id = message.resize_id
+        moves = vacated.moves
+        logger.info(
+            "event=slots_vacated resize=%d slots=%d moved=%d evicted=%d",
+            message.resize_id, message.capacity, len(moves), vacated.num_evicted,
+        )  # fmt: skip
         reply = PoolVacated(
             self.epoch,
             message.resize_id,
             self.name.value,
             tuple(source for source, _ in moves),
             tuple(target for _, target in moves),
-            len(plan.evicted),
+            vacated.num_evicted,
         )
         self._send(ActorName.GPU_EXECUTOR, reply)
 
+    def _on_records_moved(self, message: RecordsMoved, fds: tuple[int, ...]) -> None:
+        table = self._server or self.slots
+        if table is None or self._vacating_id != message.resize_id:
+            return
+        self._vacating_id = 0
+        if message.made:
+            table.finish_vacate()
+            self._send(ActorName.GPU_EXECUTOR, PlacesLeft(self.epoch, message.resize_id))
+        else:
+            table.cancel_vacate()
+
     def _on_resized(self, message: ArenaResized, fds: tuple[int, ...]) -> None:
         table = self._server or self.slots
-        if table is None or self._resize is None or self._resize[0] != message.resize_id:
-            return
-        (_, plan), self._resize = self._resize, None
-        if not message.failure:
-            table.resize(plan)
-            logger.info(
-                "event=slots_resized resize=%d slots=%d moved=%d evicted=%d",
-                message.resize_id, plan.num_slots, len(plan.moves), len(plan.evicted),
-            )  # fmt: skip
-        self._send(ActorName.SCHEDULER, ResizeApplied(self.epoch, message.resize_id, self.name.value))
+        if table is not None and self.slots is not None and message.num_slots > self.slots.num_slots:
+            table.grow(message.num_slots)
+            logger.info("event=slots_grown resize=%d slots=%d", message.resize_id, message.num_slots)
 
     def _on_replaced(self, message: ArenaReplaced, fds: tuple[int, ...]) -> None:
         table = self._server or self.slots
         if table is None:
             return
-        empty_slots(table, message.num_slots)
+        table.empty(message.num_slots)
         self._arena_id = message.arena_id
         logger.info("event=slots_emptied epoch=%d slots=%d", self.epoch, message.num_slots)
         self._send(ActorName.SCHEDULER, PoolEmptied(self.epoch, message.resize_id, self.name.value))
 
-    def _send(self, to: ActorName, message: PoolVacated | ResizeApplied | PoolEmptied) -> None:
+    def _send(self, to: ActorName, message: PoolVacated | PlacesLeft | PoolEmptied) -> None:
         try:
             self.endpoint.send(to, message)
         except PeerLostError as error:  # the epoch is over

@@ -8,7 +8,7 @@ import time
 from typing import Any, ClassVar
 
 from freetoken.errors import PeerLostError
-from freetoken.kv.allocator import BlockResize, KVAllocator
+from freetoken.kv.allocator import KVAllocator
 from freetoken.launch_spec import LaunchSpec
 from freetoken.messages import (
     ActorName,
@@ -16,10 +16,10 @@ from freetoken.messages import (
     ArenaReplaced,
     ArenaResized,
     BlocksReserved,
+    KVResized,
     PoolEmptied,
     PoolVacated,
     ReserveBlocks,
-    ResizeApplied,
     VacatePool,
     Wiring,
 )
@@ -67,8 +67,7 @@ class KVAllocatorService(Service):
         self.allocator = self._new_allocator(spec.plan.num_kv_blocks)
         self._arena_id: str | None = None
         self._arena: asyncio.Future[ArenaReady] | None = None
-        # A change of capacity between VacatePool and ArenaResized; None for one that was refused.
-        self._resize: tuple[int, BlockResize | None] | None = None
+        self._vacated_id = 0  # the last change for which blocks moved to other places
         self._peak = PeakHeld()
         self._reservations_total = 0
         self._exhausted_total = 0
@@ -87,14 +86,14 @@ class KVAllocatorService(Service):
             arena = await self._arena
         finally:
             self._arena = None
-        resize, self._resize = self._resize, None
-        is_same = arena.arena_id == self._arena_id
-        if is_same and resize is not None and resize[1] is not None and resize[0] == arena.resize_id:
-            self.allocator.resize(resize[1])  # the epoch ended when the device had made it
-        if not is_same or self.allocator.stats().total_blocks != arena.num_kv_blocks:
+        vacated_id, self._vacated_id = self._vacated_id, 0
+        # Where the epoch ended before the device had copied them, the blocks are not where the tables say.
+        is_true = arena.arena_id == self._arena_id and vacated_id <= arena.resize_id
+        if not is_true or self.allocator.stats().total_blocks > arena.num_kv_blocks:
             self._empty(arena)
         else:
             self.allocator.release_all()
+            self._grow(arena.num_kv_blocks)
             logger.info("event=kv_kept epoch=%d cached_blocks=%d", self.epoch, self.allocator.stats().cached_blocks)
 
     def metrics(self) -> dict[str, float]:
@@ -130,39 +129,42 @@ class KVAllocatorService(Service):
             self._arena.set_exception(PeerLostError(str(peer), "it ended before its arena was ready"))
 
     def _on_vacate(self, message: VacatePool, fds: tuple[int, ...]) -> None:
+        """From here on every message to the Scheduler has the new places. It passes the answer on among its plans."""
         plan = self.allocator.plan_resize(message.capacity)
         if isinstance(plan, str):
-            self._resize = (message.resize_id, None)
-            reply = PoolVacated(self.epoch, message.resize_id, self.name.value, refusal=plan)
-        else:
-            self._resize = (message.resize_id, plan)
-            reply = PoolVacated(
-                self.epoch,
-                message.resize_id,
-                self.name.value,
-                tuple(plan.moved),
-                tuple(plan.moved.values()),
-                plan.num_evicted,
-            )
-        self._send(ActorName.GPU_EXECUTOR, reply)
+            refused = PoolVacated(self.epoch, message.resize_id, self.name.value, refusal=plan)
+            self._send(ActorName.SCHEDULER, refused)
+            return
+        self.allocator.resize(plan)
+        self._vacated_id = message.resize_id
+        logger.info(
+            "event=kv_vacated resize=%d blocks=%d moved=%d evicted=%d",
+            message.resize_id, plan.num_blocks, len(plan.moved), plan.num_evicted,
+        )  # fmt: skip
+        vacated = PoolVacated(
+            self.epoch,
+            message.resize_id,
+            self.name.value,
+            tuple(plan.moved),
+            tuple(plan.moved.values()),
+            plan.num_evicted,
+            stats=self.allocator.stats(),
+        )
+        self._send(ActorName.SCHEDULER, vacated)
 
     def _on_resized(self, message: ArenaResized, fds: tuple[int, ...]) -> None:
-        if self._resize is None or self._resize[0] != message.resize_id:
-            return
-        (_, plan), self._resize = self._resize, None
-        moved: dict[int, int] = {}
-        if plan is not None and not message.failure:
-            self.allocator.resize(plan)
-            moved = plan.moved
-            logger.info(
-                "event=kv_resized resize=%d blocks=%d moved=%d evicted=%d",
-                message.resize_id, plan.num_blocks, len(moved), plan.num_evicted,
-            )  # fmt: skip
-        stats = self.allocator.stats()
-        applied = ResizeApplied(
-            self.epoch, message.resize_id, self.name.value, tuple(moved), tuple(moved.values()), stats
-        )
-        self._send(ActorName.SCHEDULER, applied)
+        if self._grow(message.num_kv_blocks):
+            self._send(ActorName.SCHEDULER, KVResized(self.epoch, self.allocator.stats()))
+
+    def _grow(self, num_blocks: int) -> bool:
+        """To so many blocks, if there are fewer."""
+        if num_blocks <= self.allocator.stats().total_blocks:
+            return False
+        plan = self.allocator.plan_resize(num_blocks)
+        assert not isinstance(plan, str)  # only fewer blocks can be too few
+        self.allocator.resize(plan)
+        logger.info("event=kv_grown blocks=%d", num_blocks)
+        return True
 
     def _on_replaced(self, message: ArenaReplaced, fds: tuple[int, ...]) -> None:
         self._empty(message)

@@ -1,7 +1,7 @@
-"""Moving memory between the arena's pools: a change of capacities that all owners of tables take part in.
+"""Moving memory between the arena's pools while steps run: the pool that shrinks is vacated, then the other grows.
 
-Each actor keeps its tables as they are until the device has copied what moves (``ArenaResized``), so a change that ends
-anywhere before has never happened. ``resize_id`` names one change and is not reused.
+``resize_id`` names one change; later ones have higher ids. Until ``ArenaResized`` the change may still be undone, and
+the pool that was vacated gets its places back then.
 """
 
 from __future__ import annotations
@@ -22,20 +22,18 @@ class ResizeArena:
 
 
 @dataclass(frozen=True, slots=True)
-class ArenaPrepared:
-    """GpuExecutor -> Scheduler: the memory is mapped where it will be used, the old division still serves. Capacities
-    after the change; the change needs a moment without steps."""
+class ShrinkKV:
+    """GpuExecutor -> Scheduler: have KV blocks vacated, at a moment when no background step writes any."""
 
     epoch: int
     resize_id: int
-    num_slots: int
     num_kv_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class VacatePool:
-    """Scheduler -> ExpertCache (slots) and KVAllocator (blocks): no step runs or is planned. Say what has to move so
-    that all records lie below ``capacity``, and wait for ``ArenaResized``."""
+    """GpuExecutor -> ExpertCache (slots), Scheduler -> KVAllocator (blocks): name no place from ``capacity`` on for
+    anything new."""
 
     epoch: int
     resize_id: int
@@ -44,8 +42,13 @@ class VacatePool:
 
 @dataclass(frozen=True, slots=True)
 class PoolVacated:
-    """ExpertCache, KVAllocator -> GpuExecutor: the records to be copied, as two lists of places. ``refusal`` when it is
-    not possible, with the reason. ``evicted``: records that go."""
+    """What has to be copied, as two lists of places, and how many records went. ``refusal``: why it is not possible;
+    nothing was changed then.
+
+    ExpertCache -> GpuExecutor: it goes on naming the old places until ``RecordsMoved``. KVAllocator -> Scheduler ->
+    GpuExecutor: whatever comes after it, grants and plans, names the new places, and nothing before it does;
+    ``stats`` are the figures since.
+    """
 
     epoch: int
     resize_id: int
@@ -54,12 +57,31 @@ class PoolVacated:
     moved_to: tuple[int, ...] = ()
     evicted: int = 0
     refusal: str = ""
+    stats: KVStats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordsMoved:
+    """GpuExecutor -> ExpertCache: the copies are complete, name the new places from now on; or (``made`` false) nothing
+    moves after all."""
+
+    epoch: int
+    resize_id: int
+    made: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlacesLeft:
+    """ExpertCache -> GpuExecutor: no plan from now on names an old place."""
+
+    epoch: int
+    resize_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaResized:
-    """GpuExecutor -> ExpertCache, KVAllocator, Controller: the change was made, or (``failure``) it was not and all is
-    as before. Capacities as they are now."""
+    """GpuExecutor -> ExpertCache, KVAllocator, Controller: the change was made, or (``failure``) it was not. There is
+    room for so many records now; owners with a smaller table grow to it."""
 
     epoch: int
     resize_id: int
@@ -70,16 +92,11 @@ class ArenaResized:
 
 
 @dataclass(frozen=True, slots=True)
-class ResizeApplied:
-    """ExpertCache, KVAllocator -> Scheduler: its table is true to the arena again. From KVAllocator: where blocks went
-    (none when the change failed), and its figures."""
+class KVResized:
+    """KVAllocator -> Scheduler: it has more blocks now."""
 
     epoch: int
-    resize_id: int
-    sender: str
-    moved_from: tuple[int, ...] = ()
-    moved_to: tuple[int, ...] = ()
-    stats: KVStats | None = None
+    stats: KVStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,15 +20,16 @@ from typing import NamedTuple
 
 from freetoken.messages import (
     ActorName,
-    ArenaPrepared,
     ArenaVacated,
     BlockNeed,
     BlocksReserved,
+    KVStats,
     PoolEmptied,
+    PoolVacated,
     RequestFailure,
     ReserveBlocks,
-    ResizeApplied,
     RowResult,
+    ShrinkKV,
     StepFailed,
     StepNotice,
     StepPlan,
@@ -43,7 +44,7 @@ from freetoken.scheduling.admission import plan_admissions
 from freetoken.scheduling.budget import PrefillWork, plan_prefill_chunks, plan_shares, plan_turns
 from freetoken.scheduling.chunk_costs import plan_chunk_tokens
 from freetoken.scheduling.clock import StepClock
-from freetoken.scheduling.hold import BlockPressure, ResizeHold
+from freetoken.scheduling.leaving import BlockPressure, BlocksLeaving
 from freetoken.scheduling.ledger import KVLedger
 from freetoken.scheduling.lifecycle import RequestBook
 from freetoken.scheduling.limits import SchedulerLimits
@@ -89,7 +90,7 @@ class Scheduler:
         self._riding_only = False  # the step being planned may take prompts that ride along, and no others
         self._ready: PlannedStep | None = None  # built together with the one before, not sent yet
         self._outstanding = OutstandingSteps(limits.step_timeout_s, limits.background_timeout_s)
-        self._hold: ResizeHold | None = None
+        self._leaving: BlocksLeaving | None = None
         self._standstill: Standstill | None = None
         self._has_shrunk = False  # KV became smaller since the last attempt to plan
         self._next_step_id = 1
@@ -144,18 +145,26 @@ class Scheduler:
         self._reply_due_s = None
         self._ready = None
         self._outstanding.clear()
-        self._hold = None
+        self._leaving = None
         self._standstill = None
         self.clock.reset()
         return TokenBatch(self.last_step_id, self.epoch, tuple(deltas)) if deltas else None
 
     # ------------------------------------------------------------------------------------------ planning
 
-    def advance(self, now: float) -> ReserveBlocks | PlannedStep | None:
+    def advance(self, now: float) -> ReserveBlocks | VacatePool | PlannedStep | None:
         """The next message to send, if one is due."""
         if self._ready is not None:
             ready, self._ready = self._ready, None
             return ready
+        leaving = self._leaving
+        if (
+            leaving is not None
+            and not leaving.is_asked
+            and self._phase is _Phase.IDLE
+            and self._outstanding.background is None
+        ):
+            return leaving.ask(self.epoch, now + self.limits.step_timeout_s)
         while self._phase is not _Phase.RESERVING:
             if self._phase is _Phase.RESERVED:
                 if self._more_needs:
@@ -177,42 +186,40 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------ changes of the arena
 
-    def hold(self, message: ArenaPrepared) -> None:
-        """Plan no further step until the arena was changed: it takes a moment in which none runs."""
-        self._hold = ResizeHold(message)
+    def shrink_kv(self, message: ShrinkKV) -> None:
+        """KV is to have fewer blocks: its owner will be asked as soon as no background step writes any."""
+        self._leaving = BlocksLeaving(message)
 
-    @property
-    def _is_held(self) -> bool:
-        """Beside a background step decoding goes on: that may take long, and no other begins before it ends."""
-        holds = self._hold is not None or self._standstill is not None
-        return holds and self._outstanding.background is None
-
-    def take_vacate(self, now: float) -> dict[ActorName, VacatePool] | None:
-        """What to ask the owners of tables, once, as soon as no step and no reservation is under way."""
-        hold = self._hold
-        if hold is None or hold.waiting_for or self._is_busy:
-            return None
-        return hold.ask(self.epoch, now + self.limits.step_timeout_s)
-
-    def applied(self, message: ResizeApplied) -> None:
-        """A table follows the arena; after both have, planning goes on."""
-        hold = self._hold
-        if hold is None or message.resize_id != hold.resize_id:
-            return
+    def blocks_vacated(self, message: PoolVacated) -> bool:
+        """The owner's answer: from here on every block has its new name, also those that were granted and not sent.
+        Whether it was waited for, and is to be passed on to the device before any other plan."""
+        leaving = self._leaving
+        if leaving is None or message.resize_id != leaving.resize_id:
+            return False
+        self._leaving = None
+        self._wanted = True
         if message.stats is not None:
-            self.ledger.stats = message.stats
-            self.set_num_kv_blocks(message.stats.total_blocks)
+            self.kv_resized(message.stats)
             moved = dict(zip(message.moved_from, message.moved_to, strict=True))
-            for request in self.book.running:  # blocks that the device was not told of yet
+            for request in self.book.running:
                 request.new_block_ids = [moved.get(block_id, block_id) for block_id in request.new_block_ids]
-        if hold.answered(message.sender):
-            self._hold = None
-            self.resizes_total += 1
-            self._wanted = True
+        return True
+
+    def kv_resized(self, stats: KVStats) -> None:
+        """KV has another number of blocks."""
+        self.ledger.stats = stats
+        self.set_num_kv_blocks(stats.total_blocks)
+        self.resizes_total += 1
+        self._wanted = True
 
     def vacate(self, message: VacateArena) -> None:
         """Plan no further step until the arena was allocated anew."""
         self._standstill = Standstill(message)
+
+    @property
+    def _is_held(self) -> bool:
+        """Beside a background step decoding goes on: that may take long, and no other begins before it ends."""
+        return self._standstill is not None and self._outstanding.background is None
 
     def take_vacated(self, now: float) -> ArenaVacated | None:
         """What to tell GpuExecutor, once, as soon as no step and no reservation is under way: all requests are
@@ -277,14 +284,15 @@ class Scheduler:
 
         any_prefill = bool(prefills) or len(book.waiting) > 0
         riding = limits.ride_along_tokens
-        self._riding_only = riding is not None and self._outstanding.background is not None
-        if riding is None or not (decodes or self._outstanding.background):
+        beside = riding is not None and bool(decodes or self._outstanding.background)
+        self._riding_only = beside and not self._may_begin_background
+        if riding is None or not beside:
             shares = plan_shares(len(decodes), any_prefill, limits.max_num_batched_tokens, limits.prefill_chunk_tokens)
             self._prefill_tokens = shares.prefill_tokens
         else:
             shares = plan_shares(len(decodes), any_prefill, limits.max_num_batched_tokens, riding)
             self._prefill_tokens = min(riding, limits.max_num_batched_tokens - min(len(decodes), shares.decode_rows))
-            if self._outstanding.background is None and any_prefill:
+            if self._may_begin_background and any_prefill:
                 self._prefill_tokens = self._chunk_tokens()
         if len(decodes) > shares.decode_rows:
             turns = plan_turns([request.last_step_id for request in decodes], shares.decode_rows)
@@ -306,6 +314,10 @@ class Scheduler:
             self._asked[request.id] = request
             needs.append(BlockNeed(request.id, 0, num_new_tokens, request.known_tokens(), request.comes_back))
         return needs
+
+    @property
+    def _may_begin_background(self) -> bool:
+        return self._outstanding.background is None and (self._leaving is None or not self._leaving.is_asked)
 
     def _chunk_tokens(self) -> int:
         """Of a background step."""
@@ -447,7 +459,7 @@ class Scheduler:
             decodes
             and riding is not None
             and num_prefill_tokens > min(riding, limits.max_num_batched_tokens - len(decodes))
-            and self._outstanding.background is None
+            and self._may_begin_background
         ):
             planned = self._plan_step(decodes, 0, now)
             self._ready = self._plan_step(prefill, num_prefill_tokens, now, background=True)
@@ -570,9 +582,11 @@ class Scheduler:
                 self.book.fail(request, failure, now)
             self._wanted = True
             return ActorName.KV_ALLOCATOR
-        if self._hold is not None and self._hold.is_overdue(now):
+        leaving = self._leaving
+        if leaving is not None and leaving.due_s is not None and now >= leaving.due_s:
+            leaving.due_s = None
             self.stalled_steps_total += 1
-            return self._hold.suspect()
+            return ActorName.KV_ALLOCATOR
         if self._standstill is not None and self._standstill.is_overdue(now):
             self.stalled_steps_total += 1
             return self._standstill.suspect()
@@ -585,9 +599,9 @@ class Scheduler:
 
     def deadline_s(self) -> float | None:
         """When ``check_stalled`` is due, if an answer is."""
-        hold_due_s = self._hold.due_s if self._hold is not None else None
+        vacated_due_s = self._leaving.due_s if self._leaving is not None else None
         standstill_due_s = self._standstill.due_s if self._standstill is not None else None
-        moments = (self._outstanding.deadline_s(), self._reply_due_s, hold_due_s, standstill_due_s)
+        moments = (self._outstanding.deadline_s(), self._reply_due_s, vacated_due_s, standstill_due_s)
         return min((moment for moment in moments if moment is not None), default=None)
 
     def _take_step(self, step_id: int, now: float) -> OutstandingStep | None:

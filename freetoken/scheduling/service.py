@@ -15,19 +15,21 @@ from freetoken.messages import (
     ActorName,
     ActorsSuspected,
     ActorState,
-    ArenaPrepared,
     ArenaReady,
     BlocksReserved,
     BlocksShort,
+    KVResized,
     PoolEmptied,
+    PoolVacated,
     RequestFailure,
     ReserveBlocks,
-    ResizeApplied,
+    ShrinkKV,
     StepFailed,
     StepResult,
     SubmitRequest,
     TokenBatch,
     VacateArena,
+    VacatePool,
     Wiring,
 )
 from freetoken.scheduling.limits import SchedulerLimits
@@ -62,8 +64,9 @@ class SchedulerService(Service):
         endpoint.on(StepResult, self._on_step_result)
         endpoint.on(StepFailed, self._on_step_failed)
         endpoint.on(ArenaReady, self._on_arena_ready)
-        endpoint.on(ArenaPrepared, self._on_arena_prepared)
-        endpoint.on(ResizeApplied, self._on_resize_applied)
+        endpoint.on(ShrinkKV, self._on_shrink_kv)
+        endpoint.on(PoolVacated, self._on_pool_vacated)
+        endpoint.on(KVResized, self._on_kv_resized)
         endpoint.on(VacateArena, self._on_vacate_arena)
         endpoint.on(PoolEmptied, self._on_pool_emptied)
         endpoint.on_peer_lost(self._on_peer_lost)
@@ -129,12 +132,17 @@ class SchedulerService(Service):
     def _on_arena_ready(self, message: ArenaReady, fds: tuple[int, ...]) -> None:
         self.scheduler.set_num_kv_blocks(message.num_kv_blocks)
 
-    def _on_arena_prepared(self, message: ArenaPrepared, fds: tuple[int, ...]) -> None:
-        self.scheduler.hold(message)
+    def _on_shrink_kv(self, message: ShrinkKV, fds: tuple[int, ...]) -> None:
+        self.scheduler.shrink_kv(message)
         self._run()
 
-    def _on_resize_applied(self, message: ResizeApplied, fds: tuple[int, ...]) -> None:
-        self.scheduler.applied(message)
+    def _on_pool_vacated(self, message: PoolVacated, fds: tuple[int, ...]) -> None:
+        if self.scheduler.blocks_vacated(message):
+            self._send(ActorName.GPU_EXECUTOR, message)
+        self._run()
+
+    def _on_kv_resized(self, message: KVResized, fds: tuple[int, ...]) -> None:
+        self.scheduler.kv_resized(message.stats)
         self._run()
 
     def _on_vacate_arena(self, message: VacateArena, fds: tuple[int, ...]) -> None:
@@ -172,8 +180,6 @@ class SchedulerService(Service):
         self._watch()
 
     def _plan(self) -> None:
-        for peer, question in (self.scheduler.take_vacate(time.monotonic()) or {}).items():
-            self._send(peer, question)
         while True:
             now = time.monotonic()
             action = self.scheduler.advance(now)
@@ -184,6 +190,9 @@ class SchedulerService(Service):
                 self._reserved_since_s = time.monotonic()
                 self._send(ActorName.KV_ALLOCATOR, action)
                 return
+            if isinstance(action, VacatePool):
+                self._send(ActorName.KV_ALLOCATOR, action)
+                continue
             self._send(ActorName.GPU_EXECUTOR, action.plan)
             for peer in _NOTIFIED:
                 self._send(peer, action.notice)

@@ -8,15 +8,16 @@ from collections import deque
 from freetoken.kv import KVAllocator
 from freetoken.messages import (
     ActorName,
-    ArenaPrepared,
     BlocksReserved,
+    PoolVacated,
     ReserveBlocks,
-    ResizeApplied,
     SamplingParams,
+    ShrinkKV,
     StepNotice,
     StepPlan,
     SubmitRequest,
     TokenDelta,
+    VacatePool,
 )
 from freetoken.scheduling import Scheduler, SchedulerLimits
 from freetoken.testing.fake_executor import FakeDevice
@@ -24,6 +25,7 @@ from freetoken.testing.fake_executor import FakeDevice
 
 class SchedulerRig:
     """``replies`` and ``plans`` are on their way; ``deliver_reply``, ``run_step`` and ``fail_step`` let one arrive.
+    Blocks that move are told among both, as messages between actors are.
     So is a ``background`` plan, which begins once the plans before it have run; ``end_background`` lets it end.
 
     Tokens and endings of each request are collected as its client would see them. Time is whatever ``now`` says.
@@ -36,8 +38,11 @@ class SchedulerRig:
         self.device = FakeDevice(limits.num_kv_blocks, limits.block_size, limits.vocab_size, audit)
         self.now = 0.0
         self._resizes = 0
-        self.replies: deque[BlocksReserved] = deque()
+        self.replies: deque[BlocksReserved | PoolVacated] = deque()
         self.plans: deque[StepPlan] = deque()
+        self._moves: deque[tuple[int, PoolVacated]] = deque()  # with how many of ``plans`` come before each
+        self.is_resizing = False
+        self.refusal = ""
         self.background: StepPlan | None = None
         self._begun = False
         self._waits_for = 0  # plans before the background one
@@ -73,6 +78,8 @@ class SchedulerRig:
             if isinstance(action, ReserveBlocks):
                 self.reservations.append(action)
                 self.replies.append(self.allocator.apply(action))
+            elif isinstance(action, VacatePool):
+                self.replies.append(self._vacate(action))
             else:
                 if action.plan.background:
                     assert self.background is None, "two background plans are outstanding"
@@ -87,7 +94,14 @@ class SchedulerRig:
         """The allocator's answer arrives, if one is on the way."""
         if not self.replies:
             return False
-        self.scheduler.reserved(self.replies.popleft(), self.now)
+        reply = self.replies.popleft()
+        if isinstance(reply, PoolVacated):
+            assert self.scheduler.blocks_vacated(reply)
+            assert self.background is None, "blocks move under a background step"
+            self._moves.append((len(self.plans), reply))
+            self._move_blocks()
+        else:
+            self.scheduler.reserved(reply, self.now)
         self.pump()
         return True
 
@@ -121,42 +135,62 @@ class SchedulerRig:
         else:
             self.plans.popleft()
             self._waits_for -= 1
+            self._moves = deque((before - 1, vacated) for before, vacated in self._moves)
         self.now += 1.0
         if message is None:
             self.scheduler.step_done(self.device.run(plan), self.now)
         else:
             self.scheduler.step_failed(self.device.fail(plan, message), self.now)
+        self._move_blocks()
         self._begin()
         self.pump()
         return True
 
-    def resize(self, num_blocks: int, fails: bool = False) -> bool:
-        """KV gets another size, at the next moment without steps; with ``fails`` the device refuses. False when blocks
-        in use do not fit."""
+    def resize(self, num_blocks: int) -> None:
+        """KV gets another size: at once if it grows, else among plans and replies (``is_resizing`` until then,
+        ``refusal`` if blocks in use do not fit)."""
+        assert not self.is_resizing
+        self.refusal = ""
         self._resizes += 1
-        self.scheduler.hold(ArenaPrepared(1, self._resizes, 1, num_blocks))
-        self.pump()
-        while (questions := self.scheduler.take_vacate(self.now)) is None:
-            assert self.deliver_reply() or self.end_background() or self.run_step(), (
-                "the moment without steps never comes"
-            )
-        plan = self.allocator.plan_resize(questions[ActorName.KV_ALLOCATOR].capacity)
-        moved: dict[int, int] = {}
-        if not isinstance(plan, str) and not fails:
-            moved = plan.moved
-            self.device.resize(num_blocks, moved)
+        if num_blocks < self.allocator.stats().total_blocks:
+            self.is_resizing = True
+            self.scheduler.shrink_kv(ShrinkKV(1, self._resizes, num_blocks))
+        else:
+            self.device.resize(num_blocks, {})
+            plan = self.allocator.plan_resize(num_blocks)
+            assert not isinstance(plan, str)
             self.allocator.resize(plan)
-            self.allocator.check_integrity()
-        for sender in (ActorName.EXPERT_CACHE, ActorName.KV_ALLOCATOR):
-            is_kv = sender is ActorName.KV_ALLOCATOR
-            self.scheduler.applied(
-                ResizeApplied(
-                    1, self._resizes, sender.value, tuple(moved) if is_kv else (),
-                    tuple(moved.values()) if is_kv else (), self.allocator.stats() if is_kv else None,
-                )
-            )  # fmt: skip
+            self.scheduler.kv_resized(self.allocator.stats())
         self.pump()
-        return not isinstance(plan, str) and not fails
+
+    def finish_resize(self) -> bool:
+        """Go on until the change is made; False when it was refused."""
+        while self.is_resizing:
+            assert self.deliver_reply() or self.end_background() or self.run_step(), "the change never ends"
+        return not self.refusal
+
+    def _vacate(self, question: VacatePool) -> PoolVacated:
+        plan = self.allocator.plan_resize(question.capacity)
+        name = ActorName.KV_ALLOCATOR.value
+        if isinstance(plan, str):
+            return PoolVacated(1, question.resize_id, name, refusal=plan)
+        self.allocator.resize(plan)
+        self.allocator.check_integrity()
+        moved = plan.moved
+        return PoolVacated(
+            1, question.resize_id, name, tuple(moved), tuple(moved.values()), plan.num_evicted,
+            stats=self.allocator.stats(),
+        )  # fmt: skip
+
+    def _move_blocks(self) -> None:
+        """The device moves blocks in its turn among the plans."""
+        while self._moves and self._moves[0][0] <= 0:
+            _, vacated = self._moves.popleft()
+            self.is_resizing = False
+            self.refusal = vacated.refusal
+            if vacated.stats is not None:
+                moves = zip(vacated.moved_from, vacated.moved_to, strict=True)
+                self.device.resize(vacated.stats.total_blocks, dict(moves))
 
     def settle_replies(self) -> None:
         """All reservations in progress come to their end; the device does not move."""
@@ -191,7 +225,7 @@ class SchedulerRig:
         assert held == 0 and self.allocator.num_requests == 0, f"{held} blocks are still held"
         assert self.device.num_requests == 0, f"the device still knows {self.device.num_requests} requests"
         assert self.scheduler.num_outstanding_steps == 0 and not self.plans and not self.replies
-        assert self.background is None
+        assert self.background is None and not self.is_resizing
         assert self.scheduler.ledger.is_empty
 
     def _collect(self) -> None:

@@ -21,6 +21,7 @@ from freetoken.messages import (
     TokenDelta,
 )
 from freetoken.scheduling import Scheduler, SchedulerLimits
+from freetoken.scheduling.scheduler import PlannedStep
 
 _LIMIT_S = 60.0
 
@@ -96,7 +97,7 @@ class StepEngine:
         while (action := self.scheduler.advance(time.monotonic())) is not None:
             if isinstance(action, ReserveBlocks):
                 self.scheduler.reserved(self.allocator.apply(action), time.monotonic())
-            else:
+            elif isinstance(action, PlannedStep):
                 self._before_step()
                 self.plans.append(action.plan)
                 self.thread.submit(self._executor, action.plan)

@@ -18,6 +18,7 @@ from freetoken.testing.tiny_checkpoints import load_tiny_checkpoint
 from tests.gpu.test_cuda_executor import ON_GPU, PROMPT, first_row, launch_of, ok
 
 from freetoken.testing.cuda_rig import CudaRig  # isort: skip
+from freetoken.execution.arena_pools import KV, SLOTS  # isort: skip
 from freetoken.execution.cuda.arena import CudaArena  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
@@ -51,13 +52,19 @@ def test_a_request_goes_on_while_its_blocks_and_experts_move(directory: Path, mo
             if number == 4:
                 pools.abort()
             else:
-                change = rig.cache_server.plan_resize(num_slots)
-                blocks = {} if number == 3 else {last: 0, last - 1: 1}
-                assert num_blocks < last - 1 or number == 3
-                arena.change(change.moves, list(blocks.items()))
-                executor.resized(arena.num_slots, arena.num_blocks, list(blocks.items()))
-                rig.cache_server.resize(change)
-                arena.settle()
+                shrinks = num_slots < arena.num_slots
+                blocks = [] if shrinks else [(last, 0), (last - 1, 1)]
+                assert num_blocks < last - 1 or shrinks
+                if shrinks:
+                    arena.move(SLOTS, rig.cache_server.vacate(num_slots).moves)
+                    arena.mark()()
+                    rig.cache_server.finish_vacate()
+                arena.move(KV, blocks)
+                arena.commit()
+                executor.resized(arena.num_slots, arena.num_blocks, blocks)
+                arena.mark()()
+                if not shrinks:
+                    rig.cache_server.grow(num_slots)
                 pools.release()
                 assert (arena.num_slots, arena.num_blocks) == (num_slots, num_blocks)
             step = StepPlan(number, 1, (StepRow("a", position, 1, True, True),))
@@ -175,14 +182,16 @@ def move_granules(driver: FailingDriver) -> None:
     driver.fail_at = 0
     check(old_slots, old_blocks)  # prepared: the granules are at two places
     assert number > 10
-    arena.change([(28, 0), (27, 1)], [])
-    arena.settle()
+    arena.move(SLOTS, [(28, 0), (27, 1)])
+    arena.commit()
+    arena.mark()()
     pools.release()
     assert (arena.num_slots, arena.num_blocks) == (16, 426)
     check([29, 28, *old_slots[2:16]], [*old_blocks, *[0] * 226])
     pools.prepare(999, SHAPE.split(5))
-    arena.change([], [(199, 0), (150, 1)])
-    arena.settle()
+    arena.move(KV, [(199, 0), (150, 1)])
+    arena.commit()
+    arena.mark()()
     pools.release()
     assert (arena.num_slots, arena.num_blocks) == (36, 106)
     check([29, 28, *old_slots[2:16]], [1199, 1150, *old_blocks[2:106]])

@@ -12,7 +12,6 @@ from freetoken.elastic import arena_shape
 from freetoken.errors import CapacityError
 from freetoken.execution.division import Division, divide_anew
 from freetoken.execution.kv_geometry import KVGeometry
-from freetoken.experts.emptying import empty_slots
 from freetoken.launch_spec import LaunchSpec
 from freetoken.messages import RequestInit, StepPlan, StepRow
 from freetoken.testing.tiny_checkpoints import load_tiny_checkpoint
@@ -61,7 +60,7 @@ def test_a_preempted_request_goes_on_after_the_arena_was_allocated_anew(
                 failure = divide_anew(arena, rig.runtime, division)
                 assert ("no memory for slots today" in failure) == (number == 2)
                 assert arena.division == (before if failure else division)
-                empty_slots(rig.cache_server, arena.num_slots)
+                rig.cache_server.empty(arena.num_slots)
                 rig.executor = rig.runtime.build_executor(rig.mailbox)
                 assert arena.slots.numel() == arena.num_slots * shape.slot_stride_bytes
                 assert arena.kv_data.numel() * arena.kv_data.element_size() == arena.num_blocks * shape.block_bytes

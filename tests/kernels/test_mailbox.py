@@ -217,10 +217,10 @@ def test_no_tokens_is_no_work(make_group):
     "present,late", [("cpu", "ExpertCache did not answer"), ("cache", "CpuExecutor did not answer")]
 )
 def test_late_party_is_named(bank, make_group, present, late):
-    group = make_group(fraction=0.0, timeout=0.05)
+    group = make_group(fraction=0.0, timeout=1.0)  # the one who is there has that long
     getattr(group, present).start()
     batch = bank.random_batch(np.random.default_rng(6), 2, K)
-    with pytest.raises(TimeoutError, match=f"^{late} expert layer 1 within 0.05 s"):
+    with pytest.raises(TimeoutError, match=f"^{late} expert layer 1 within 1 s"):
         group.forward(1, batch)
     assert group.mailbox.aborted
     with pytest.raises(RuntimeError, match=r"^aborted"):
@@ -275,7 +275,7 @@ def test_a_running_server_owns_its_table(bank, make_group):
         lambda: group.slots.lookup(0, 0),
         lambda: group.slots.resident(),
         lambda: group.slots.check_integrity(),
-        lambda: group.slots.invalidate_all(),
+        lambda: group.slots.empty(4),
         lambda: group.slots.access(0, [1], [1], [True], 1),
     ):
         with pytest.raises(RuntimeError, match="owns it"):

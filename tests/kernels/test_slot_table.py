@@ -40,7 +40,7 @@ def test_invariants_over_any_sequence(policy, num_slots, publishes):
                 in_flight[layer, expert] = destination
                 assert table.lookup(layer, expert) == -1
         assert table.num_resident == len(table.resident()) <= num_slots - len(in_flight)
-    table.invalidate_all()
+    table.empty(num_slots)
     table.check_integrity()
     assert table.num_resident == 0 and table.resident() == []
 
@@ -99,56 +99,93 @@ def test_bad_settings_are_refused():
             _native.SlotTable(*arguments)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     policy=st.sampled_from(["crf", "lru"]),
     num_slots=st.integers(0, L * E),
-    script=st.lists(publishes.map(lambda found: found[:8]) | st.integers(0, L * E), max_size=10),
+    script=st.lists(
+        publishes.map(lambda found: found[:4]) | st.integers(0, L * E) | st.sampled_from(["finish", "cancel"]),
+        max_size=16,
+    ),
 )
-def test_a_change_of_capacity_keeps_the_best_records(policy, num_slots, script):
+def test_a_change_of_capacity_keeps_the_best_records_while_publishes_go_on(policy, num_slots, script):
     table = _native.SlotTable(L, E, num_slots, policy, 4.0)
     contents = {}  # slot -> record, as the device has it
     uses = {}
     clock = 0
+    vacating = None  # (capacity, moves)
+
+    def residents():
+        return {slot: (layer, expert) for slot, layer, expert in table.resident()}
+
     for event in script:
-        if isinstance(event, int):
-            before = {slot: (layer, expert) for slot, layer, expert in table.resident()}
-            plan = table.plan_resize(event)
-            table.check_integrity()
-            assert {slot: (layer, expert) for slot, layer, expert in table.resident()} == before
-            assert not {a for a, _ in plan.moves} & {b for _, b in plan.moves}
-            assert all(b < event <= a for a, b in plan.moves)
-            for source, target in plan.moves:
-                assert target not in contents or target in plan.evicted or contents[target] not in before.values()
-                contents[target] = contents[source]
-            table.resize(plan)
+        if isinstance(event, int) and vacating is None and event >= table.num_slots:
+            table.grow(event)
             assert table.num_slots == event
-            after = {slot: (layer, expert) for slot, layer, expert in table.resident()}
+        elif isinstance(event, int) and vacating is None:
+            before = residents()
+            vacated = table.vacate(event)
+            vacating = (event, vacated.moves)
+            after = residents()
+            assert table.num_slots > event and after.items() <= before.items()
+            assert {source for source, _ in vacated.moves} == {slot for slot in after if slot >= event}
+            targets = {target for _, target in vacated.moves}
+            assert len(targets) == len(vacated.moves) and not targets & after.keys()
+            assert all(0 <= target < event for target in targets)
             gone = set(before.values()) - set(after.values())
             assert len(after) <= event and (not gone or len(after) >= min(event, len(before)) - E)
             if policy == "lru" and gone and after:
                 assert max(uses[record] for record in gone) <= min(uses[record] for record in after.values())
-            contents = {slot: record for slot, record in contents.items() if slot < event}
+        elif isinstance(event, int):
+            with pytest.raises(RuntimeError, match="being vacated"):
+                table.vacate(min(event, table.num_slots))
+            with pytest.raises(RuntimeError, match="being vacated"):
+                table.grow(table.num_slots + 1)
+        elif event == "finish":
+            capacity, moves = vacating or (table.num_slots, [])
+            before = set(residents().values())
+            contents |= {target: contents[source] for source, target in moves}
+            table.finish_vacate()
+            assert table.num_slots == capacity and set(residents().values()) == before
+            contents = {slot: record for slot, record in contents.items() if slot < capacity}
+            vacating = None
+        elif event == "cancel":
+            before = residents()
+            table.cancel_vacate()
+            assert residents() == before
+            vacating = None
         else:
             for layer, experts, admit, num_tokens in event:
                 answers = table.access(layer, experts, [1] * len(experts), admit[: len(experts)], num_tokens)
-                for expert, (_, destination) in zip(experts, answers, strict=True):
+                for expert, (slot, destination) in zip(experts, answers, strict=True):
+                    assert slot < 0 or contents[slot] == (layer, expert)
                     if destination >= 0:
                         contents[destination] = (layer, expert)
+                        assert vacating is None or destination < vacating[0]
+                        assert vacating is None or destination not in {target for _, target in vacating[1]}
                 clock += 1
                 uses |= {(layer, expert): clock for expert, may in zip(experts, admit, strict=False) if may}
+                if vacating is not None:
+                    assert {source for source, _ in vacating[1]} == {s for s in residents() if s >= vacating[0]}
         table.check_integrity()
-        for slot, layer, expert in table.resident():
-            assert contents[slot] == (layer, expert)
+        for slot, record in residents().items():
+            assert contents[slot] == record
 
 
-def test_a_plan_is_void_after_a_publish():
+def test_emptying_the_table_ends_a_change_of_capacity():
     table = _native.SlotTable(1, E, 4, "crf")
-    table.access(0, [0], [1], [True], 1)
-    plan = table.plan_resize(2)
-    table.access(0, [1], [1], [True], 1)
-    with pytest.raises(RuntimeError, match="publish"):
-        table.resize(plan)
+    for expert in range(4):
+        table.access(0, [expert], [1], [True], 1)
+    table.vacate(2)
+    table.empty(4)
+    table.check_integrity()
+    assert table.num_slots == 4 and table.vacate(1).num_evicted == 0
+    table.finish_vacate()
+    assert table.num_slots == 1
+    with pytest.raises(ValueError, match=r"num_slots 2 is not in 0\.\.1"):
+        table.vacate(2)
+    with pytest.raises(ValueError, match="num_slots 0 is not in 1"):
+        table.grow(0)
 
 
 def test_the_score_curve_rises_to_one():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -49,7 +50,6 @@ class CudaArena:
         """That of the steps; copies and clearing go to it."""
         self.shape = elastic[0] if elastic is not None else None
         self.pools: ArenaPools | None = None
-        self._moved: torch.cuda.Event | None = None
         self.division = Division(elastic[1] if elastic is not None else ArenaSplit(0, 0), num_slots, kv.num_blocks)
         if elastic is not None and driver is not None:
             shape, split = elastic
@@ -126,35 +126,44 @@ class CudaArena:
         self._kv_bytes[: self.num_blocks * self.kv.block_bytes].zero_()
         self.kv_data = self._kv_bytes.view(TORCH_DTYPES[self.kv.dtype])
 
-    def change(self, slot_moves: Moves, block_moves: Moves) -> None:
-        """Copy what moves (the places it goes to hold nothing), make the prepared division true, and clear the blocks
-        that are new; all on the steps' stream, awaiting nothing."""
+    def move(self, pool: str, moves: Moves) -> None:
+        """Copy records of ``pool`` (``SLOTS``, ``KV``) to places that hold nothing, on the steps' stream; awaits
+        nothing."""
         pools = self.pools
         assert pools is not None
-        pools.check_moves(slot_moves, block_moves)
+        pools.check_moves(pool, moves)
         with torch.cuda.stream(self.stream):
-            self._move(self.slots, self.slot_stride_bytes, slot_moves)
-            self._move(self._kv_bytes, self.kv.block_bytes, block_moves)
-            before = pools.num_blocks
-            pools.commit()
-            self._kv_bytes[before * self.kv.block_bytes : pools.num_blocks * self.kv.block_bytes].zero_()
-            if self.device.type == "cuda":
-                self._moved = torch.cuda.Event(blocking=True)
-                self._moved.record()
+            if pool == SLOTS:
+                self._move(self.slots, self.slot_stride_bytes, moves)
+            else:
+                self._move(self._kv_bytes, self.kv.block_bytes, moves)
 
-    def settle(self) -> None:
-        """Wait until what ``change`` copies was read, so that its old place can go. Any thread."""
-        moved, self._moved = self._moved, None
-        if moved is not None:
-            moved.synchronize()
+    def commit(self) -> None:
+        """Make the prepared division true, and clear the blocks that are new on the steps' stream; awaits nothing."""
+        pools = self.pools
+        assert pools is not None
+        before = pools.num_blocks
+        pools.commit()
+        with torch.cuda.stream(self.stream):
+            self._kv_bytes[before * self.kv.block_bytes : pools.num_blocks * self.kv.block_bytes].zero_()
+
+    def mark(self) -> Callable[[], None]:
+        """What waits, on any thread, until the steps' stream has done everything enqueued so far."""
+        if self.device.type != "cuda":
+            return lambda: None
+        event = torch.cuda.Event(blocking=True)
+        event.record(self.stream or torch.cuda.current_stream(self.device))
+        return event.synchronize
 
     def _move(self, data: Tensor, stride_bytes: int, moves: Moves) -> None:
         if moves:
             copies = torch.tensor(moves, dtype=torch.int64) * stride_bytes + data.data_ptr()
-            move_records(copies.to(self.device), stride_bytes, _MOVE_PROGRAMS)
+            # From pageable memory, and small: the driver takes its copy before the call returns, and the steps under
+            # way are not waited for.
+            move_records(copies.to(self.device, non_blocking=True), stride_bytes, _MOVE_PROGRAMS)
 
     def warm_up(self) -> None:
-        """Compile what ``change`` launches: records are copied onto themselves."""
+        """Compile what ``move`` launches: records are copied onto themselves."""
         if self.pools is not None:
             with torch.cuda.stream(self.stream):
                 self._move(self.slots, self.slot_stride_bytes, [(0, 0)])
@@ -163,7 +172,6 @@ class CudaArena:
     def close(self) -> None:
         """Give granules and addresses back; nothing may use the arena any more."""
         if self.pools is not None:
-            self.settle()
             self.pools.granules.close()
 
     @property

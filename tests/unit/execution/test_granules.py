@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from freetoken.elastic.arena_shape import ArenaShape, ArenaSplit
 from freetoken.errors import CapacityError, FreeTokenError
 from freetoken.execution.arena import Arena
+from freetoken.execution.arena_pools import KV, SLOTS
 from freetoken.execution.granules import GranuleDriver, Granules, HostGranules
 from freetoken.execution.kv_geometry import KVGeometry
 
@@ -206,7 +207,9 @@ def test_records_stay_at_their_addresses_and_move_where_they_are_told() -> None:
     assert arena.pools is not None
     assert arena.pools.prepare(7, SHAPE.split(8)) == (3, 10)
     assert record(arena, "slots", 5).tolist() == [6] * 5000
-    arena.change([(5, 0), (4, 2)], [])
+    arena.move(SLOTS, [(5, 0), (4, 2)])
+    assert arena.num_slots == 6 and record(arena, "slots", 5).tolist() == [6] * 5000  # the old places are still read
+    arena.commit()
     arena.pools.release()
     assert (arena.num_slots, arena.num_blocks, arena.pools.resize_id) == (3, 10, 7)
     assert [int(record(arena, "slots", slot)[-1]) for slot in range(3)] == [6, 2, 5]
@@ -214,7 +217,8 @@ def test_records_stay_at_their_addresses_and_move_where_they_are_told() -> None:
     for block in range(10):
         record(arena, "kv", block)[:] = 50 + block
     arena.pools.prepare(8, SHAPE.split(2))
-    arena.change([], [(9, 0), (8, 1)])
+    arena.move(KV, [(9, 0), (8, 1)])
+    arena.commit()
     arena.pools.release()
     assert (arena.num_slots, arena.num_blocks) == (8, 2)
     assert [int(record(arena, "kv", block)[0]) for block in range(2)] == [59, 58]
@@ -253,14 +257,14 @@ def test_moves_out_of_nowhere_are_refused_before_anything_is_copied() -> None:
     arena = build()
     assert arena.pools is not None
     arena.pools.prepare(1, ArenaSplit(4, 8))
-    for slots, blocks in (
-        ([(2, 0)], []),
-        ([(6, 0)], []),
-        ([(5, 3)], []),
-        ([(5, 0), (4, 0)], []),
-        ([], [(4, 1)]),
+    for pool, moves in (
+        (SLOTS, [(2, 0)]),
+        (SLOTS, [(6, 0)]),
+        (SLOTS, [(5, 3)]),
+        (SLOTS, [(5, 0), (4, 0)]),
+        (KV, [(4, 1)]),
     ):
         with pytest.raises(ValueError, match="move"):
-            arena.change(slots, blocks)
-    arena.change([(3, 0)], [])
+            arena.move(pool, moves)
+    arena.move(SLOTS, [(3, 0)])
     arena.close()

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from freetoken.messages import ArenaPrepared, FinishReason, StepResult
+from freetoken.messages import FinishReason, StepResult
 from freetoken.scheduling import SchedulerLimits
 from freetoken.scheduling.chunk_costs import ChunkCosts, plan_chunk_tokens
 from freetoken.testing.scheduler_rig import SchedulerRig
@@ -259,24 +259,22 @@ def _timed(run: object, fixed_ns: int, per_token_ns: int) -> object:
     return timed
 
 
-def test_a_change_of_the_arena_waits_for_the_background_step_while_streams_go_on() -> None:
+def test_fewer_blocks_wait_for_the_background_step_while_streams_go_on() -> None:
     rig = beside_a_stream()
-    scheduler = rig.scheduler
-    scheduler.hold(ArenaPrepared(1, 5, 3, 90))
-    rig.pump()
+    rig.resize(90)
     for _ in range(10):
         assert rig.run_step()
         rig.settle_replies()
-        assert scheduler.take_vacate(rig.now) is None
-    assert rig.end_background()
-    rig.settle_replies()
-    while rig.plans:
-        assert scheduler.take_vacate(rig.now) is None
-        rig.run_step()
-        rig.settle_replies()
-    assert rig.background is None and len(rig.plans) == 0
-    assert rig.resize(90)  # the next one; nothing was planned in between
+        assert rig.is_resizing and rig.background is not None
+    rig.submit("longer", prompt(150, salt=3), greedy(3))
+    assert rig.end_background()  # the owner of the blocks is asked, so no other begins
+    assert rig.is_resizing and rig.background is None
+    assert rig.run_step() and rig.background is None
+    assert rig.finish_resize()
     rig.drain()
-    for name, tokens, count in (("stream", prompt(8), 60), ("long", prompt(100, salt=2), 3)):
+    assert rig.scheduler.background_steps_total > 1
+    for name, tokens, count in (
+        ("stream", prompt(8), 60), ("long", prompt(100, salt=2), 3), ("longer", prompt(150, salt=3), 3),
+    ):  # fmt: skip
         check_answer(rig, name, tokens, greedy(count))
     rig.check_baseline()
