@@ -166,9 +166,7 @@ void CacheServer::grow(int num_slots) {
 
 void CacheServer::empty(int num_slots) {
   std::lock_guard lock(table_);
-  const std::int64_t before = slots_->evicted_total();
   slots_->empty(num_slots);
-  evicted_.add(slots_->evicted_total() - before);
   show_slots();
 }
 

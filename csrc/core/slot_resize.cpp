@@ -114,10 +114,12 @@ void SlotTable::grow(int num_slots) {
 
 void SlotTable::empty(int num_slots) {
   check_capacity(num_slots, 0, 1 << 28);
+  const std::int64_t evicted = evicted_total_;
   cancel_vacate();
   vacate(0);
   finish_vacate();
   grow(num_slots);
+  evicted_total_ = evicted;  // nobody chose to give the records up
 }
 
 // The slot's record is given up, read or not.
