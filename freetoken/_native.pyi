@@ -415,6 +415,24 @@ def replay_publishes(
     admitted, evicted. ``slots`` ends up as the last publish leaves it."""
 
 @final
+class PublishReplay:
+    """The planner and table of a server without a mailbox: one publish after the other."""
+
+    def __init__(self, slots: SlotTable, top_k: int, max_tokens: int = 1) -> None: ...
+    def plan(
+        self,
+        layer: int,
+        ids: NDArray[np.int32],
+        admit: NDArray[np.uint8],
+        record_bytes: float,
+        fetch_fraction: float = 1.0,
+        split: SplitPlanner | None = None,
+        num_tiles: int = 1,
+    ) -> LayerShares:
+        """Of ``ids`` [T, K] (-1: none) and ``admit`` [T]: the misses are divided by ``split``, or by
+        ``fetch_fraction`` without one, and the slot table follows. ``num_tiles``: of a record that may be divided."""
+
+@final
 class SideCost:
     """Of one party for one layer: fixed_ns + sum over its records of bytes * (byte_ns + (routes - 1) *
     route_byte_ns)."""
@@ -456,6 +474,26 @@ class LayerShares:
         fetch_extra: int = 0,
         cpu_extra: int = 0,
     ) -> None: ...
+    @property
+    def num_hits(self) -> int: ...
+    @property
+    def num_fetches(self) -> int: ...
+    @property
+    def num_cpu(self) -> int: ...
+    @property
+    def hit_extra(self) -> int: ...
+    @property
+    def fetch_extra(self) -> int: ...
+    @property
+    def cpu_extra(self) -> int: ...
+    @property
+    def record_bytes(self) -> float: ...
+    @property
+    def split_part(self) -> float:
+        """Of one further record: the share that the device fetches; the CPU runs the rest of it. 0: there is none."""
+
+    @property
+    def split_extra(self) -> int: ...
 
 @final
 class SplitPlanner:
@@ -476,19 +514,22 @@ class SplitPlanner:
     def best(self, miss_routes: Sequence[int], record_bytes: float, num_hits: int = 0) -> int:
         """What ``choose`` aims at by the applied rates; changes nothing."""
 
-    def observe(self, shares: LayerShares, device_ns: float, cpu_ns: float, handoff_ns: float = 0.0) -> None:
-        """What a layer took: the device from its plan on, the CPU's work, and what passed beside that work until the
-        device had the answer; 0: not known."""
+    def observe(
+        self, shares: LayerShares, device_ns: float, cpu_ns: float, wait_ns: float = 0.0, start_ns: float = 0.0
+    ) -> None:
+        """What a layer took, by a mailbox's stamps: the device's own work from its plan on, and its wait for the CPU's
+        answer after that (0: none that its clock shows); the CPU's work, and how long after the plan that began.
+        Otherwise 0: nothing to do, or not known."""
 
     def device_ns(self, shares: LayerShares, factors: Sequence[float]) -> float:
-        """Of the costs times ``factors`` [5]: fetch, fetch_beside, cpu, cpu_beside; then nanoseconds for handing over
-        to the CPU."""
+        """Of the costs times ``factors`` [7]: fetch, fetch_beside, cpu, cpu_beside; then nanoseconds for handing over
+        to the CPU, and for the device's look at its answer; then of a GPU's resident records."""
 
     def cpu_ns(self, shares: LayerShares, factors: Sequence[float]) -> float: ...
     def status(self) -> dict[str, Any]:
-        """layers, changes, probes; live and applied factors [5], timings [4];
+        """layers, changes, probes; live and applied factors [7], timings [4];
         mean_misses, mean_fetches, predicted_ns, measured_ns of recent layers; last_change: at_layer, gain, before,
-        after [5], fetched_before, fetched_after, misses."""
+        after [7], fetched_before, fetched_after, misses."""
 
 @final
 class CacheServer:

@@ -24,7 +24,7 @@ class SideCost:
         """Of many large records: 10^9 bytes/s."""
         return 1.0 / self.byte_ns
 
-    def ns(self, records: int, record_bytes: float, extra_routes: int = 0) -> float:
+    def ns(self, records: float, record_bytes: float, extra_routes: float = 0.0) -> float:
         """Of one layer; ``extra_routes``: tokens beyond the first of each record."""
         return self.fixed_ns + record_bytes * (records * self.byte_ns + extra_routes * self.route_byte_ns)
 
@@ -49,28 +49,49 @@ class CostModel:
     measured: bool = False
     source: str = "assumed"
 
-    def device_ns(self, hits: int, fetches: int, cpu: int, record_bytes: float) -> float:
-        """The device's part of a layer of one token. A GPU reads its own memory while records cross the bus."""
+    def device_ns(
+        self, hits: float, fetches: float, cpu: float, record_bytes: float, extra_routes: float = 0.0
+    ) -> float:
+        """The device's part of a layer whose records are used by ``1 + extra_routes`` tokens each. A GPU reads its own
+        memory while records cross the bus."""
         if hits + fetches == 0:
             return 0.0
         side = self.fetch_beside if cpu else self.fetch
-        own, fetched = hits * record_bytes * self.hit_byte_ns, side.ns(fetches, record_bytes)
+        own = hits * record_bytes * (self.hit_byte_ns + extra_routes * side.route_byte_ns)
+        fetched = side.ns(fetches, record_bytes, extra_routes * fetches)
         return own + fetched if self.hits_load_memory else max(own, fetched)
 
-    def cpu_ns(self, hits: int, fetches: int, cpu: int, record_bytes: float) -> float:
-        """CpuExecutor's part of a layer of one token."""
+    def cpu_ns(self, hits: float, fetches: float, cpu: float, record_bytes: float, extra_routes: float = 0.0) -> float:
+        """CpuExecutor's part of such a layer."""
         if cpu == 0:
             return 0.0
         beside = fetches > 0 or (self.hits_load_memory and hits > 0)
-        return (self.cpu_beside if beside else self.cpu).ns(cpu, record_bytes)
+        return (self.cpu_beside if beside else self.cpu).ns(cpu, record_bytes, extra_routes * cpu)
 
-    def layer_ns(self, hits: int, fetches: int, cpu: int, record_bytes: float) -> float:
+    def layer_ns(
+        self, hits: float, fetches: float, cpu: float, record_bytes: float, extra_routes: float = 0.0
+    ) -> float:
         """The later of both."""
-        return max(self.device_ns(hits, fetches, cpu, record_bytes), self.cpu_ns(hits, fetches, cpu, record_bytes))
+        return max(
+            self.device_ns(hits, fetches, cpu, record_bytes, extra_routes),
+            self.cpu_ns(hits, fetches, cpu, record_bytes, extra_routes),
+        )
 
     def best_fetches(self, misses: int, record_bytes: float, hits: int = 0) -> int:
         """How many of ``misses`` to fetch: as csrc/core/split_planner.h decides it."""
         return min(range(misses, -1, -1), key=lambda q: self.layer_ns(hits, q, misses - q, record_bytes))
+
+    def shared_ns(self, misses: float, record_bytes: float, hits: float = 0.0, extra_routes: float = 0.0) -> float:
+        """The least of a layer over all shares of ``misses`` that the device may take, divided records included."""
+        low, high = 0.0, misses
+        for _ in range(24):  # more for the device makes it later and the CPU earlier
+            middle = (low + high) / 2
+            layer = (hits, middle, misses - middle, record_bytes, extra_routes)
+            low, high = (middle, high) if self.device_ns(*layer) < self.cpu_ns(*layer) else (low, middle)
+        return min(
+            self.layer_ns(hits, fetches, misses - fetches, record_bytes, extra_routes)
+            for fetches in (0.0, high, misses)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """For files and reports."""

@@ -71,11 +71,82 @@ std::vector<std::pair<int, int>> access(SlotTable& owned_table, int layer, const
   return result;
 }
 
-// See _native.pyi. The planner's and the table's own code, publish by publish.
-py::array_t<std::int64_t> replay_publishes(SlotTable& owned_table, int top_k, double fetch_fraction,
-                                           const py::object& layers_object, const py::object& token_counts_object,
-                                           const py::object& ids_object, const py::object& admit_object) {
-  SlotTable& table = unowned(owned_table);
+// The planner's and the table's own code without a mailbox: what a server does between a publish and its plan.
+class PublishReplay {
+ public:
+  PublishReplay(std::shared_ptr<SlotTable> slots, int top_k, int max_tokens)
+      : slots_(std::move(slots)),
+        top_k_(top_k),
+        planner_(geometry_of(*slots_, top_k, max_tokens), slots_->num_experts()),
+        entries_(static_cast<std::size_t>(slots_->num_experts()) + 1),
+        routes_(static_cast<std::size_t>(max_tokens) * top_k) {}
+
+  SlotTable& slots() { return unowned(*slots_); }
+
+  // False: it names an expert that does not exist, or too many tokens.
+  bool plan(PublishView publish, double fetch_fraction, SplitPlanner* split, PlanHeader& header) {
+    publish.top_k = top_k_;
+    const AbortReason refusal =
+        planner_.plan(publish, *slots_, fetch_fraction, false, header, entries_.data(), routes_.data(), split);
+    planner_.settle(*slots_);
+    shares_ = planner_.shares();
+    shares_.num_hits = static_cast<int>(header.num_hits);  // the planner has no shares of a publish without misses
+    shares_.record_bytes = publish.record_bytes;
+    return refusal == AbortReason::kNone;
+  }
+
+  const LayerShares& shares() const { return shares_; }
+  int top_k() const { return top_k_; }
+
+ private:
+  static MailboxGeometry geometry_of(const SlotTable& slots, int top_k, int max_tokens) {
+    if (top_k < 1 || top_k > slots.num_experts()) throw py::value_error("top_k is not in 1..num_experts");
+    if (max_tokens < 1) throw py::value_error("max_tokens is below 1");
+    MailboxGeometry geometry;
+    geometry.max_tokens = geometry.max_shared_tokens = static_cast<std::uint32_t>(max_tokens);
+    geometry.top_k = static_cast<std::uint32_t>(top_k);
+    geometry.num_layers = static_cast<std::uint32_t>(slots.num_layers());
+    geometry.num_experts = static_cast<std::uint32_t>(slots.num_experts());
+    return geometry;
+  }
+
+  std::shared_ptr<SlotTable> slots_;
+  int top_k_;
+  LayerPlanner planner_;
+  LayerShares shares_;
+  std::vector<PlanEntry> entries_;
+  std::vector<std::int32_t> routes_;
+};
+
+// See _native.pyi.
+LayerShares plan_publish(PublishReplay& replay, int layer, const py::object& ids_object, const py::object& admit_object,
+                         double record_bytes, double fetch_fraction, SplitPlanner* split, int num_tiles) {
+  const auto ids = view_array<const std::int32_t>(ids_object, "ids", 2);
+  const auto admit = view_array<const std::uint8_t>(admit_object, "admit", 1);
+  check_extent("ids", 1, ids.shape[1], replay.top_k());
+  check_extent("admit", 0, admit.shape[0], ids.shape[0]);
+  check_index("layer", layer, replay.slots().num_layers());
+  if (!(fetch_fraction >= 0.0 && fetch_fraction <= 1.0)) throw py::value_error("fetch_fraction is not in 0..1");
+  if (num_tiles < 1) throw py::value_error("num_tiles is below 1");
+  PublishView publish{.layer = layer,
+                      .num_tokens = static_cast<int>(ids.shape[0]),
+                      .ids = ids.data,
+                      .admit = admit.data,
+                      .record_bytes = record_bytes,
+                      .num_tiles = num_tiles};
+  PlanHeader header{};
+  if (!replay.plan(publish, fetch_fraction, split, header)) {
+    throw py::value_error("the publish names an expert that does not exist, or has more tokens than max_tokens");
+  }
+  return replay.shares();
+}
+
+// See _native.pyi. Publish by publish.
+py::array_t<std::int64_t> replay_publishes(const std::shared_ptr<SlotTable>& owned_table, int top_k,
+                                           double fetch_fraction, const py::object& layers_object,
+                                           const py::object& token_counts_object, const py::object& ids_object,
+                                           const py::object& admit_object) {
+  SlotTable& table = unowned(*owned_table);
   const auto layers = view_array<const std::int32_t>(layers_object, "layers", 1);
   const auto token_counts = view_array<const std::int32_t>(token_counts_object, "token_counts", 1);
   const auto ids = view_array<const std::int32_t>(ids_object, "ids", 2);
@@ -93,14 +164,7 @@ py::array_t<std::int64_t> replay_publishes(SlotTable& owned_table, int top_k, do
     most = std::max(most, token_counts.data[i]);
   }
   check_extent("ids", 0, ids.shape[0], total);
-  MailboxGeometry geometry;
-  geometry.max_tokens = geometry.max_shared_tokens = static_cast<std::uint32_t>(most);
-  geometry.top_k = static_cast<std::uint32_t>(top_k);
-  geometry.num_layers = static_cast<std::uint32_t>(table.num_layers());
-  geometry.num_experts = static_cast<std::uint32_t>(table.num_experts());
-  LayerPlanner planner(geometry, geometry.num_experts);
-  std::vector<PlanEntry> entries(geometry.num_experts);
-  std::vector<std::int32_t> routes(static_cast<std::size_t>(most) * top_k);
+  PublishReplay replay(owned_table, top_k, most);
   py::array_t<std::int64_t> result({static_cast<py::ssize_t>(layers.shape[0]), py::ssize_t{5}});
   std::int64_t* out = result.mutable_data();
   py::gil_scoped_release release;
@@ -109,8 +173,7 @@ py::array_t<std::int64_t> replay_publishes(SlotTable& owned_table, int top_k, do
     const int count = token_counts.data[i];
     const PublishView publish{layers.data[i], count, top_k, ids.data + row * top_k, admit.data + row, false};
     PlanHeader header{};
-    if (planner.plan(publish, table, fetch_fraction, false, header, entries.data(), routes.data()) !=
-        AbortReason::kNone) {
+    if (!replay.plan(publish, fetch_fraction, nullptr, header)) {
       throw std::invalid_argument("publish " + std::to_string(i) + " names an expert that does not exist");
     }
     for (const std::uint32_t n :
@@ -119,7 +182,6 @@ py::array_t<std::int64_t> replay_publishes(SlotTable& owned_table, int top_k, do
     }
     row += count;
   }
-  planner.settle(table);
   return result;
 }
 
@@ -136,6 +198,11 @@ void bind_slots(py::module_& m) {
       .def_readonly("num_evicted", &Vacated::num_evicted);
   m.def("replay_publishes", &replay_publishes, py::arg("slots").none(false), py::arg("top_k"),
         py::arg("fetch_fraction"), py::arg("layers"), py::arg("token_counts"), py::arg("ids"), py::arg("admit"));
+  py::class_<PublishReplay>(m, "PublishReplay", py::is_final())
+      .def(py::init<std::shared_ptr<SlotTable>, int, int>(), py::arg("slots").none(false), py::arg("top_k"),
+           py::arg("max_tokens") = 1)
+      .def("plan", &plan_publish, py::arg("layer"), py::arg("ids"), py::arg("admit"), py::arg("record_bytes"),
+           py::arg("fetch_fraction") = 1.0, py::arg("split") = nullptr, py::arg("num_tiles") = 1);
   py::class_<SlotTable, std::shared_ptr<SlotTable>>(m, "SlotTable", py::is_final())
       .def(py::init([](int num_layers, int num_experts, int num_slots, const std::string& policy,
                        double half_life_tokens, double long_half_life_tokens, double margin, double floor) {

@@ -49,13 +49,14 @@ int choose_split(SplitPlanner& planner, const std::vector<std::int32_t>& miss_ro
   for (const std::int32_t routes : miss_routes) {
     if (routes < 1) throw py::value_error("miss_routes has " + std::to_string(routes) + "; each is at least 1");
   }
-  return planner.choose(
-      LayerWork{.num_hits = num_hits,
-                .hit_extra = hit_extra,
-                .record_bytes = record_bytes,
-                .miss_routes = miss_routes,
-                .num_fetchable = num_fetchable < 0 ? static_cast<int>(miss_routes.size()) : num_fetchable,
-                .num_free_slots = num_free_slots});
+  return planner
+      .choose(LayerWork{.num_hits = num_hits,
+                        .hit_extra = hit_extra,
+                        .record_bytes = record_bytes,
+                        .miss_routes = miss_routes,
+                        .num_fetchable = num_fetchable < 0 ? static_cast<int>(miss_routes.size()) : num_fetchable,
+                        .num_free_slots = num_free_slots})
+      .whole;
 }
 
 }  // namespace
@@ -84,17 +85,26 @@ void bind_split(py::module_& m) {
              return LayerShares{num_hits, num_fetches, num_cpu, hit_extra, fetch_extra, cpu_extra, record_bytes};
            }),
            py::arg("num_hits"), py::arg("num_fetches"), py::arg("num_cpu"), py::arg("record_bytes"),
-           py::arg("hit_extra") = 0, py::arg("fetch_extra") = 0, py::arg("cpu_extra") = 0);
+           py::arg("hit_extra") = 0, py::arg("fetch_extra") = 0, py::arg("cpu_extra") = 0)
+      .def_readonly("num_hits", &LayerShares::num_hits)
+      .def_readonly("num_fetches", &LayerShares::num_fetches)
+      .def_readonly("num_cpu", &LayerShares::num_cpu)
+      .def_readonly("hit_extra", &LayerShares::hit_extra)
+      .def_readonly("fetch_extra", &LayerShares::fetch_extra)
+      .def_readonly("cpu_extra", &LayerShares::cpu_extra)
+      .def_readonly("record_bytes", &LayerShares::record_bytes)
+      .def_readonly("split_part", &LayerShares::split_part)
+      .def_readonly("split_extra", &LayerShares::split_extra);
   py::class_<SplitPlanner>(m, "SplitPlanner", py::is_final())
       .def(py::init<const SplitCosts&>(), py::arg("costs"))
       .def("choose", &choose_split, py::arg("miss_routes"), py::arg("record_bytes"), py::arg("num_hits") = 0,
            py::arg("hit_extra") = 0, py::arg("num_fetchable") = -1, py::arg("num_free_slots") = 0)
       .def(
           "observe",
-          [](SplitPlanner& planner, const LayerShares& shares, double device_ns, double cpu_ns, double handoff_ns) {
-            planner.observe(SplitTiming{shares, device_ns, cpu_ns, handoff_ns});
-          },
-          py::arg("shares"), py::arg("device_ns"), py::arg("cpu_ns"), py::arg("handoff_ns") = 0.0)
+          [](SplitPlanner& planner, const LayerShares& shares, double device_ns, double cpu_ns, double wait_ns,
+             double start_ns) { planner.observe(SplitTiming{shares, device_ns, wait_ns, cpu_ns, start_ns}); },
+          py::arg("shares"), py::arg("device_ns"), py::arg("cpu_ns"), py::arg("wait_ns") = 0.0,
+          py::arg("start_ns") = 0.0)
       .def(
           "best",
           [](SplitPlanner& planner, const std::vector<std::int32_t>& miss_routes, double record_bytes, int num_hits) {

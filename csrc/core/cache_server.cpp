@@ -10,10 +10,6 @@
 namespace ft {
 namespace {
 
-// A device that does not have to wait still takes a look, over the bus (5 to 7 us were measured); what is shorter than
-// this may be no waiting.
-constexpr std::int64_t kLookNs = 12'000;
-
 double checked_fraction(double fraction) {
   if (!(fraction >= 0.0 && fraction <= 1.0)) {
     throw std::invalid_argument("cache server: fetch_fraction " + std::to_string(fraction) + " is not in 0..1");
@@ -126,12 +122,11 @@ SplitPlanner* CacheServer::current_split(const PublishView& publish) {
 
 void CacheServer::observe_split(const LayerTiming& timing) {
   if (splits_ == nullptr || timing.own_ns == 0) return;
-  SplitTiming split{.shares = previous_.shares, .device_ns = static_cast<double>(timing.own_ns)};
-  split.cpu_ns = static_cast<double>(timing.cpu_ns);
-  if (timing.cpu_ns > 0 && timing.wait_ns > 0) {
-    split.handoff_ns = static_cast<double>(std::max(timing.own_ns + timing.wait_ns - timing.cpu_ns, timing.start_ns));
-    split.handoff_is_bound = timing.wait_ns < kLookNs;
-  }
+  const SplitTiming split{.shares = previous_.shares,
+                          .device_ns = static_cast<double>(timing.own_ns),
+                          .wait_ns = static_cast<double>(timing.wait_ns),
+                          .cpu_ns = static_cast<double>(timing.cpu_ns),
+                          .start_ns = static_cast<double>(timing.start_ns)};
   splits_->of(static_cast<int>(timing.num_tokens)).observe(split);
 }
 

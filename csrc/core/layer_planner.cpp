@@ -125,8 +125,7 @@ LayerPlanner::Fetches LayerPlanner::choose_fetches(const PublishView& p, const S
                        .num_fetchable = num_fetchable,
                        .num_free_slots = slots.num_free(),
                        .num_tiles = p.num_tiles};
-  const int whole = split->choose(work);
-  const int tiles = split->choose_tiles(work, whole);
+  const auto [whole, tiles] = split->choose(work);
   return Fetches{whole, tiles / p.num_tiles, tiles % p.num_tiles};
 }
 

@@ -28,6 +28,11 @@ constexpr int kFirstProbes = 12;
 constexpr std::int64_t kStaleLayers = 512;
 constexpr double kFactorLimit = 4096.0;
 constexpr double kShortHandoffNs = 20e3;
+// A device that need not wait still takes a look, over the bus (5 to 7 us were measured): what is longer than this was
+// waiting. Its clock may tick once in a microsecond, so what is longer than a look by less says nothing.
+constexpr double kLongestLookNs = 12e3;
+constexpr double kLookSlackNs = 2e3;
+constexpr double kLookFalls = 0.5, kLookRises = 1.0 / 256.0;  // it is the least of what is seen
 // Splitting a record is worth so much of a layer's time, and so many nanoseconds, or it is not done.
 constexpr double kSplitGain = 0.02;
 constexpr double kSplitGainNs = 500.0;
@@ -71,16 +76,22 @@ bool SplitPlanner::device_works(const LayerShares& shares) const {
   return shares.any_fetched() || (costs_.hits_load_memory && shares.num_hits > 0);
 }
 
+// Of resident records, before any factor.
+double SplitPlanner::hits_ns(const LayerShares& shares) const {
+  const SideCost& side = shares.any_on_cpu() ? costs_.fetch_beside : costs_.fetch;
+  return shares.record_bytes * (shares.num_hits * costs_.hit_byte_ns + shares.hit_extra * side.route_byte_ns);
+}
+
 double SplitPlanner::device_ns(const LayerShares& shares, const Factors& factors) const {
   if (shares.num_hits == 0 && !shares.any_fetched()) return 0.0;
   const bool beside = shares.any_on_cpu();
-  const SideCost& side = beside ? costs_.fetch_beside : costs_.fetch;
-  const double hits =
-      shares.record_bytes * (shares.num_hits * costs_.hit_byte_ns + shares.hit_extra * side.route_byte_ns);
-  const double fetches = cost_ns(side, shares.num_fetches + shares.split_part,
+  const double factor = factors[beside ? kFetchBeside : kFetch];
+  const double hits = hits_ns(shares);
+  const double fetches = cost_ns(beside ? costs_.fetch_beside : costs_.fetch, shares.num_fetches + shares.split_part,
                                  shares.fetch_extra + shares.split_part * shares.split_extra, shares.record_bytes);
+  if (costs_.hits_load_memory) return factor * (hits + fetches);
   // A GPU reads its own memory while records cross the bus.
-  return factors[beside ? kFetchBeside : kFetch] * (costs_.hits_load_memory ? hits + fetches : std::max(hits, fetches));
+  return std::max(factors[kHits] * hits, shares.any_fetched() ? factor * fetches : 0.0);
 }
 
 double SplitPlanner::cpu_ns(const LayerShares& shares, const Factors& factors) const {
@@ -94,7 +105,11 @@ double SplitPlanner::cpu_ns(const LayerShares& shares, const Factors& factors) c
 }
 
 double SplitPlanner::layer_ns(const LayerShares& shares, const Factors& factors) const {
-  return std::max(device_ns(shares, factors), cpu_ns(shares, factors));
+  return std::max(device_end_ns(shares, factors), cpu_ns(shares, factors));
+}
+
+double SplitPlanner::device_end_ns(const LayerShares& shares, const Factors& factors) const {
+  return device_ns(shares, factors) + (shares.any_on_cpu() ? factors[kLook] : 0.0);
 }
 
 void SplitPlanner::sum_routes(const LayerWork& work) {
@@ -141,61 +156,66 @@ int SplitPlanner::best_of_summed(const LayerWork& work, const Factors& factors) 
   return choice;
 }
 
-int SplitPlanner::choose(const LayerWork& work) {
+SplitPlanner::Choice SplitPlanner::choose(const LayerWork& work) {
   ++status_.layers;
-  is_usual_ = false;
   const auto misses = static_cast<int>(work.miss_routes.size());
-  if (misses == 0) return 0;
+  if (misses == 0) return Choice{};
   sum_routes(work);
-  int choice = best_of_summed(work, status_.applied);
-  const int live_choice = best_of_summed(work, status_.live);
-  reconsider(work, choice, live_choice);
-  if (status_.changes > 0 && status_.last_change.at_layer == status_.layers) choice = live_choice;
-  saved_ns_ += kProbeShare * layer_ns(shares_of(work, choice), status_.live);
+  int whole = best_of_summed(work, status_.applied);
+  const int live_whole = best_of_summed(work, status_.live);
+  reconsider(work, whole, live_whole);
+  if (status_.changes > 0 && status_.last_change.at_layer == status_.layers) whole = live_whole;
+  Choice choice{whole, whole * work.num_tiles};
   if (work.num_free_slots > 0) {
-    choice = std::max(choice, std::min(work.num_fetchable, work.num_free_slots));
+    saved_ns_ += kProbeShare * choice_ns(work, choice);
+    choice = whole_records(work, std::max(whole, std::min(work.num_fetchable, work.num_free_slots)));
   } else {
-    const int probed = probe(work, choice);
-    is_usual_ = probed == choice;
-    choice = probed;
+    choice.tiles = best_tiles(work, whole);
+    saved_ns_ += kProbeShare * choice_ns(work, choice);
+    choice = probe(work, choice);
   }
   status_.mean_misses += kShown * (misses - status_.mean_misses);
-  status_.mean_fetches += kShown * (choice - status_.mean_fetches);
-  status_.predicted_ns += kShown * (layer_ns(shares_of(work, choice), status_.live) - status_.predicted_ns);
+  status_.mean_fetches += kShown * (static_cast<double>(choice.tiles) / work.num_tiles - status_.mean_fetches);
+  status_.predicted_ns += kShown * (choice_ns(work, choice) - status_.predicted_ns);
   return choice;
 }
 
-// While both work, more tiles make the device later and the CPU earlier: the best number is where they meet.
-int SplitPlanner::choose_tiles(const LayerWork& work, int choice) {
-  const int whole = choice * work.num_tiles;
+SplitPlanner::Choice SplitPlanner::whole_records(const LayerWork& work, int num_fetches) {
+  return Choice{num_fetches, num_fetches * work.num_tiles};
+}
+
+double SplitPlanner::choice_ns(const LayerWork& work, const Choice& choice) const {
+  return layer_ns(shares_of(work, choice.tiles / work.num_tiles, choice.tiles % work.num_tiles), status_.live);
+}
+
+// Of so many whole records or the tiles at which device and CPU meet: while both work, more tiles make the device later
+// and the CPU earlier. By the live rates, because a little more or less changes little.
+int SplitPlanner::best_tiles(const LayerWork& work, int whole) const {
+  const int whole_tiles = whole * work.num_tiles;
   const auto misses = static_cast<int>(work.miss_routes.size());
-  if (!is_usual_ || work.num_tiles < 2 || work.num_fetchable == 0) return whole;
-  const auto shares = [&](int tiles) { return shares_of(work, tiles / work.num_tiles, tiles % work.num_tiles); };
+  if (work.num_tiles < 2 || work.num_fetchable == 0) return whole_tiles;
   int low = 1, high = std::min(work.num_fetchable * work.num_tiles, misses * work.num_tiles - 1);
   while (low < high) {
     const int middle = low + (high - low) / 2;
-    const LayerShares there = shares(middle);
-    if (device_ns(there, status_.live) < cpu_ns(there, status_.live)) {
+    const LayerShares there = shares_of(work, middle / work.num_tiles, middle % work.num_tiles);
+    if (device_end_ns(there, status_.live) < cpu_ns(there, status_.live)) {
       low = middle + 1;
     } else {
       high = middle;
     }
   }
   int best = low;
-  double best_ns = layer_ns(shares(best), status_.live);
+  double best_ns = choice_ns(work, Choice{whole, best});
   if (best > 1) {
-    const double before_ns = layer_ns(shares(best - 1), status_.live);
+    const double before_ns = choice_ns(work, Choice{whole, best - 1});
     if (before_ns < best_ns) {
       best_ns = before_ns;
       --best;
     }
   }
-  const double whole_ns = layer_ns(shares(whole), status_.live);
-  if (best % work.num_tiles == 0 || best_ns > whole_ns * (1.0 - kSplitGain) || best_ns > whole_ns - kSplitGainNs)
-    return whole;
-  status_.mean_fetches += kShown * (static_cast<double>(best) / work.num_tiles - choice);
-  status_.predicted_ns += kShown * (best_ns - whole_ns);
-  return best;
+  const double whole_ns = choice_ns(work, Choice{whole, whole_tiles});
+  const bool worthwhile = best_ns <= whole_ns * (1.0 - kSplitGain) && best_ns <= whole_ns - kSplitGainNs;
+  return worthwhile && best % work.num_tiles != 0 ? best : whole_tiles;
 }
 
 // Whether it is time to go by the live rates.
@@ -233,64 +253,109 @@ bool SplitPlanner::wants(Arm arm) const {
   return status_.layers - last_timed_[arm] >= kStaleLayers;
 }
 
-// The choice, or another one that is worth a try and paid for.
-int SplitPlanner::probe(const LayerWork& work, int choice) {
+// The choice, or another one, of whole records, that is worth a try and paid for.
+SplitPlanner::Choice SplitPlanner::probe(const LayerWork& work, const Choice& choice) {
   const auto misses = static_cast<int>(work.miss_routes.size());
-  const double expected_ns = layer_ns(shares_of(work, choice), status_.live);
+  const double expected_ns = choice_ns(work, choice);
   const auto affordable = [&](int other, Arm arm) {
-    if (other < 0 || other > work.num_fetchable || other == choice) return false;
-    const double price_ns = std::max(0.0, layer_ns(shares_of(work, other), status_.live) - expected_ns);
+    if (other < 0 || other > work.num_fetchable || other * work.num_tiles == choice.tiles) return false;
+    const LayerShares shares = shares_of(work, other);
+    const double price_ns = std::max(0.0, layer_ns(shares, status_.live) - expected_ns);
     if (status_.timings[arm] < kFirstTimings && first_probes_[arm] < kFirstProbes) {
       ++first_probes_[arm];
     } else if (price_ns > saved_ns_) {
       return false;
     } else {
       saved_ns_ -= price_ns;
+      unsettled_ = Probe{shares, expected_ns, price_ns};
     }
     ++status_.probes;
     // Whether it is timed or not, it is not wanted again at once.
     last_timed_[arm] = status_.layers;
     return true;
   };
-  if (choice == misses) {
+  const bool split = choice.tiles % work.num_tiles != 0;
+  if (choice.whole == misses && !split) {
     const Arm arm = misses > 1 || (costs_.hits_load_memory && work.num_hits > 0) ? kCpuBeside : kCpu;
-    if (wants(arm) && affordable(misses - 1, arm)) return misses - 1;
-  } else if (choice == 0) {
+    if (wants(arm) && affordable(misses - 1, arm)) return whole_records(work, misses - 1);
+  } else if (choice.whole == 0) {
     const Arm arm = misses > 1 ? kFetchBeside : kFetch;
-    if (affordable(1, arm)) return 1;
+    if (affordable(1, arm)) return whole_records(work, 1);
   } else {
-    if (wants(kFetch) && affordable(misses, kFetch)) return misses;
-    if (wants(kCpu) && (work.num_hits == 0 || !costs_.hits_load_memory) && affordable(0, kCpu)) return 0;
+    if (wants(kFetch) && affordable(misses, kFetch)) return whole_records(work, misses);
+    if (wants(kCpu) && (work.num_hits == 0 || !costs_.hits_load_memory) && affordable(0, kCpu)) {
+      return whole_records(work, 0);
+    }
   }
   return choice;
 }
 
 void SplitPlanner::observe(const SplitTiming& timing) {
   const LayerShares& shares = timing.shares;
-  if (device_works(shares) && timing.device_ns > 0.0) {
-    const bool beside = shares.any_on_cpu();
-    learn(beside ? kFetchBeside : kFetch, beside ? kFetch : kFetchBeside, device_ns(shares, status_.live),
-          timing.device_ns);
-  }
+  if (timing.device_ns > 0.0) learn_device(timing);
   if (shares.any_on_cpu() && timing.cpu_ns > 0.0) {
     const bool beside = device_works(shares);
     learn(beside ? kCpuBeside : kCpu, beside ? kCpu : kCpuBeside, cpu_ns(shares, status_.live) - status_.live[kHandoff],
           timing.cpu_ns);
-    if (timing.handoff_ns > 0.0 && (!timing.handoff_is_bound || timing.handoff_ns < status_.live[kHandoff])) {
-      learn_handoff(timing.handoff_ns);
-    }
+    if (timing.device_ns > 0.0) learn_answer(timing);
   }
   if (shares.any_fetched() || shares.any_on_cpu()) {
-    status_.measured_ns +=
-        kShown * (std::max(timing.device_ns, timing.cpu_ns + timing.handoff_ns) - status_.measured_ns);
+    const double ended_ns = std::max(timing.device_ns + timing.wait_ns, timing.start_ns + timing.cpu_ns);
+    status_.measured_ns += kShown * (ended_ns - status_.measured_ns);
+    if (unsettled_) settle_probe(shares, ended_ns);
   }
 }
 
-// Now and then a thread is late by milliseconds, which says little of the next layer.
-void SplitPlanner::learn_handoff(double measured_ns) {
+// Rates that were learned from parts of records may be far off for a whole one: what counts is what it took.
+void SplitPlanner::settle_probe(const LayerShares& shares, double layer_ns) {
+  const LayerShares& probed = unsettled_->shares;
+  if (shares.is_split() || shares.num_hits != probed.num_hits || shares.num_fetches != probed.num_fetches ||
+      shares.num_cpu != probed.num_cpu) {
+    return;
+  }
+  saved_ns_ -= std::max(0.0, layer_ns - unsettled_->usual_ns) - unsettled_->price_ns;
+  unsettled_.reset();
+}
+
+void SplitPlanner::learn_device(const SplitTiming& timing) {
+  const LayerShares& shares = timing.shares;
+  const double own_ns = costs_.hits_load_memory ? 0.0 : status_.live[kHits] * hits_ns(shares);
+  if (!device_works(shares)) {
+    if (own_ns > 0.0) learn_hits(own_ns, timing.device_ns);
+    return;
+  }
+  const double predicted_ns = device_ns(shares, status_.live);
+  if (predicted_ns == own_ns && timing.device_ns < own_ns) {  // this says nothing of the fetches
+    learn_hits(own_ns, timing.device_ns);
+    return;
+  }
+  const bool beside = shares.any_on_cpu();
+  learn(beside ? kFetchBeside : kFetch, beside ? kFetch : kFetchBeside, predicted_ns, timing.device_ns);
+}
+
+void SplitPlanner::learn_hits(double predicted_ns, double measured_ns) {
+  const double deviation = std::clamp(std::log(measured_ns / predicted_ns), -kLargestDeviation, kLargestDeviation);
+  const double gain = std::max(kGain, 1.0 / static_cast<double>(++hit_timings_ + 1));
+  double& factor = status_.live[kHits];
+  factor = std::clamp(factor * std::exp(gain * deviation), 1.0 / kFactorLimit, kFactorLimit);
+}
+
+// Where the device waited, it saw when the answer came; where it only looked, the answer had come by then, so handing
+// over takes no longer than that. A split at which both finish together shows mostly the latter: they must be able to
+// bring the time down, or one late answer would move the split for good.
+void SplitPlanner::learn_answer(const SplitTiming& timing) {
+  double& look_ns = status_.live[kLook];
+  if (timing.wait_ns > 0.0 && timing.wait_ns < kLongestLookNs) {
+    const double gain = look_ns == 0.0 ? 1.0 : timing.wait_ns < look_ns ? kLookFalls : kLookRises;
+    look_ns += gain * (timing.wait_ns - look_ns);
+  }
   double& handoff_ns = status_.live[kHandoff];
+  const double answer_ns = std::max(timing.device_ns + timing.wait_ns - timing.cpu_ns, timing.start_ns);
+  const bool waited = timing.wait_ns > look_ns + kLookSlackNs;
+  if (!waited && answer_ns >= handoff_ns) return;
+  // Now and then a thread is late by milliseconds, which says little of the next layer.
   const double gain = std::max(kGain, 1.0 / static_cast<double>(++handoffs_ + 1));
-  handoff_ns += gain * (std::min(measured_ns, 2.0 * handoff_ns + kShortHandoffNs) - handoff_ns);
+  handoff_ns += gain * (std::min(answer_ns, 2.0 * handoff_ns + kShortHandoffNs) - handoff_ns);
 }
 
 void SplitPlanner::learn(Arm arm, Arm sibling, double predicted_ns, double measured_ns) {

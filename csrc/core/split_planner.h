@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -51,24 +52,23 @@ struct LayerWork {
   int num_tiles = 1;  // of a record, where one may be split
 };
 
-// What a layer took: the device, from the plan to the end of its experts; the CPU, its work alone; and what passed
-// beside that work between the plan and the arrival of the answer at the device. 0: nothing to do, or not known. A
-// device that did not have to wait only shows that handing over took no longer than that (`handoff_is_bound`).
+// What a layer took, by the mailbox's stamps: the device's own work from its plan on, and its wait for the CPU's answer
+// after that (0: none that its clock shows); the CPU's work, and how long after the plan that began. Otherwise 0:
+// nothing to do, or not known.
 struct SplitTiming {
   LayerShares shares;
   double device_ns = 0.0;
+  double wait_ns = 0.0;
   double cpu_ns = 0.0;
-  double handoff_ns = 0.0;
-  bool handoff_is_bound = false;
+  double start_ns = 0.0;
 };
 
 // Decides by *applied* rates: those believed at first, or the live ones at the last change. Live rates are the believed
-// costs times a factor for each party, alone and beside the other, and a time for handing over to the CPU, which follow
-// the timings. The live rates become the
-// applied ones when their decisions would have saved kWorthwhile of the time of recent layers. So rates that flicker
-// around a threshold change nothing, because there both sides of it cost the same, and a party that falls far behind is
-// dropped after a few layers. A change back needs four times as much as the one before, until
-// that is forgotten.
+// costs times a factor for each party, alone and beside the other, a time for handing over to the CPU, and one for the
+// device's look at its answer, which follow the timings. The live rates become the applied ones when their decisions
+// would have saved kWorthwhile of the time of recent layers. So rates that flicker around a threshold change nothing,
+// because there both sides of it cost the same, and a party that falls far behind is dropped after a few layers. A
+// change back needs four times as much as the one before, until that is forgotten.
 //
 // A party that gets no work would never be measured again, so a share of the time (kProbeShare) is saved up for layers
 // that are split otherwise: for what has not been timed for long, and, where nothing is fetched, for a fetch, since
@@ -78,10 +78,11 @@ struct SplitTiming {
 class SplitPlanner {
  public:
   enum Arm : int { kFetch = 0, kFetchBeside = 1, kCpu = 2, kCpuBeside = 3 };
-  static constexpr int kHandoff = 4;
+  static constexpr int kHandoff = 4, kLook = 5, kHits = 6;
   // By Arm, of the believed time, so 2 is half as fast; then nanoseconds from the plan to the CPU's answer without its
-  // work.
-  using Factors = std::array<double, 5>;
+  // work, and those that a device pays for looking at an answer that is there already; then the factor of a GPU's hits,
+  // which have nothing to do with its bus.
+  using Factors = std::array<double, 7>;
 
   struct Change {
     std::int64_t at_layer = 0;  // count of planned layers
@@ -93,7 +94,7 @@ class SplitPlanner {
 
   struct Status {
     std::int64_t layers = 0, changes = 0, probes = 0;
-    Factors live{1, 1, 1, 1, 0}, applied{1, 1, 1, 1, 0};
+    Factors live{1, 1, 1, 1, 0, 0, 1}, applied{1, 1, 1, 1, 0, 0, 1};
     std::array<std::int64_t, 4> timings{};
     double mean_misses = 0.0, mean_fetches = 0.0;  // of recent layers with misses
     double predicted_ns = 0.0, measured_ns = 0.0;  // of recent layers: the later of both parties
@@ -102,12 +103,14 @@ class SplitPlanner {
 
   explicit SplitPlanner(const SplitCosts& costs);
 
-  // How many of the misses to fetch, from the front: 0..num_fetchable.
-  int choose(const LayerWork& work);
-  // After choose(): how many tiles to fetch, of the misses one after the other. choice * num_tiles, or another number
-  // by which the later of both is earlier by more than is noise. By the live rates, because a little more or less
-  // changes little; not while choose() fills slots or tries something.
-  int choose_tiles(const LayerWork& work, int choice);
+  // Of the misses, from the front: whole records to fetch (0..num_fetchable), and how many tiles, one record after the
+  // other: as many as those records have, or another number by which the later of both is earlier by more than is
+  // noise. A layer that fills slots, or tries something, has whole records only.
+  struct Choice {
+    int whole = 0;
+    int tiles = 0;
+  };
+  Choice choose(const LayerWork& work);
   void observe(const SplitTiming& timing);
 
   const SplitCosts& costs() const { return costs_; }
@@ -116,7 +119,7 @@ class SplitPlanner {
   // Of one party, by the believed costs times factors; 0 when it has nothing to do.
   double device_ns(const LayerShares& shares, const Factors& factors) const;
   double cpu_ns(const LayerShares& shares, const Factors& factors) const;
-  // The later of both.
+  // The later of both; with a share of the CPU's the device is not through without a look at the answer.
   double layer_ns(const LayerShares& shares, const Factors& factors) const;
   // What choose() aims at: the fetches with the least layer_ns, the most of them when several have it.
   int best(const LayerWork& work, const Factors& factors);
@@ -126,10 +129,18 @@ class SplitPlanner {
   void sum_routes(const LayerWork& work);
   int best_of_summed(const LayerWork& work, const Factors& factors) const;
   void reconsider(const LayerWork& work, int applied_choice, int live_choice);
-  int probe(const LayerWork& work, int choice);
+  static Choice whole_records(const LayerWork& work, int num_fetches);
+  double choice_ns(const LayerWork& work, const Choice& choice) const;
+  int best_tiles(const LayerWork& work, int whole) const;
+  Choice probe(const LayerWork& work, const Choice& choice);
   bool wants(Arm arm) const;
   bool device_works(const LayerShares& shares) const;
-  void learn_handoff(double measured_ns);
+  double hits_ns(const LayerShares& shares) const;
+  double device_end_ns(const LayerShares& shares, const Factors& factors) const;
+  void settle_probe(const LayerShares& shares, double layer_ns);
+  void learn_device(const SplitTiming& timing);
+  void learn_answer(const SplitTiming& timing);
+  void learn_hits(double predicted_ns, double measured_ns);
   void learn(Arm arm, Arm sibling, double predicted_ns, double measured_ns);
 
   SplitCosts costs_;
@@ -139,10 +150,16 @@ class SplitPlanner {
   std::array<int, 4> first_probes_{};
   std::array<double, 4> surprises_{};      // timings in a row that deviate far to one side; negative: faster
   double lost_ns_ = 0.0, spent_ns_ = 0.0;  // means of recent layers: lost to the applied rates, and in all
-  std::int64_t handoffs_ = 0;
-  double saved_ns_ = 0.0;  // for probes
+  std::int64_t handoffs_ = 0, hit_timings_ = 0;
+  double saved_ns_ = 0.0;  // for probes; negative when one took longer than it was expected to
+  // The last one that was paid for, until its timing comes.
+  struct Probe {
+    LayerShares shares;
+    double usual_ns = 0.0;  // of the layer without it
+    double price_ns = 0.0;
+  };
+  std::optional<Probe> unsettled_;
   double patience_ = 1.0;
-  bool is_usual_ = false;  // the last choice was by rates alone
 };
 
 }  // namespace ft

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,8 @@ logger = logging.getLogger(__name__)
 
 _MOSTLY = 0.97
 ARMS = ("fetch", "fetch_beside", "cpu", "cpu_beside")
-"""Order of the planner's factors; nanoseconds for handing over to the CPU follow."""
+"""Order of the planner's factors; nanoseconds for handing over to the CPU, and for a look at its answer, follow, and
+then the factor of a GPU's resident records."""
 
 
 def native_costs(model: CostModel) -> _native.SplitCosts:
@@ -51,6 +53,8 @@ def split_metrics(model: CostModel, status: Mapping[str, Any]) -> dict[str, floa
         **{f"split_{arm}_fixed_us": getattr(model, arm).fixed_ns * live[arm] / 1e3 for arm in ARMS},
         **{f"split_{arm}_of_profile": 1.0 / live[arm] for arm in ARMS},
         "split_handoff_us": status["live"][len(ARMS)] / 1e3,
+        "split_look_us": status["live"][len(ARMS) + 1] / 1e3,
+        **({} if model.hits_load_memory else {"split_hits_of_profile": 1.0 / status["live"][len(ARMS) + 2]}),
         "split_timings_total": float(sum(status["timings"])),
         "split_misses_per_layer": misses,
         "split_fetches_per_layer": fetches,
@@ -65,6 +69,21 @@ def split_metrics(model: CostModel, status: Mapping[str, Any]) -> dict[str, floa
         "split_last_change_fetched_after": change["fetched_after"],
         "split_cost_model_measured": float(model.measured),
     }
+
+
+def live_costs(model: CostModel, metrics: Mapping[str, float]) -> CostModel:
+    """The costs that ``metrics`` (of ``split_metrics``) tell of; ``model`` itself where they do not."""
+
+    def side(arm: str) -> SideCost:
+        believed: SideCost = getattr(model, arm)
+        factor = 1.0 / metrics.get(f"split_{arm}_of_profile", 1.0)
+        return SideCost(believed.fixed_ns * factor, believed.byte_ns * factor, believed.route_byte_ns * factor)
+
+    hit_byte_ns = model.hit_byte_ns / metrics.get("split_hits_of_profile", 1.0)
+    fetch, fetch_beside, cpu, cpu_beside = (side(arm) for arm in ARMS)
+    return dataclasses.replace(
+        model, fetch=fetch, fetch_beside=fetch_beside, cpu=cpu, cpu_beside=cpu_beside, hit_byte_ns=hit_byte_ns
+    )
 
 
 def describe_change(model: CostModel, change: Mapping[str, Any]) -> str:

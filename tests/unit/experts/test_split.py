@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from freetoken import _native
 from freetoken.costs import CostModel, SideCost, assumed_costs
 from freetoken.errors import ConfigError
-from freetoken.experts.split import describe_change, native_costs, split_metrics, split_mode
+from freetoken.experts.split import describe_change, live_costs, native_costs, split_metrics, split_mode
 
 BYTES = 2e6
 MODEL = CostModel(
@@ -52,7 +54,7 @@ def run(planner, slow_cpu, steps, misses=4):
     for _ in range(steps):
         fetches = planner.choose([1] * misses, BYTES, 3)
         shares = _native.LayerShares(3, fetches, misses - fetches, BYTES)
-        factors = (1, 1, slow_cpu, slow_cpu, 0)
+        factors = (1, 1, slow_cpu, slow_cpu, 0, 0, 1)
         planner.observe(shares, planner.device_ns(shares, factors), planner.cpu_ns(shares, factors))
         chosen.append(fetches)
     return chosen
@@ -71,6 +73,27 @@ def test_a_slow_cpu_is_dropped_within_32_steps_and_the_reason_told():
     assert metrics["split_cpu_beside_gbps"] == pytest.approx(80 * metrics["split_cpu_beside_of_profile"])
     text = describe_change(MODEL, status["last_change"])
     assert "cpu_beside" in text and "of 4 missing experts 4 are fetched" in text
+
+
+def test_live_costs_are_those_of_the_planner():
+    planner = _native.SplitPlanner(native_costs(MODEL))
+    run(planner, 3.0, 600)
+    live = planner.status()["live"]
+    costs = live_costs(MODEL, split_metrics(MODEL, planner.status()))
+    assert costs.cpu_beside.byte_ns == pytest.approx(MODEL.cpu_beside.byte_ns * live[3]) and live[3] > 2.0
+    assert costs.cpu_beside.fixed_ns == pytest.approx(MODEL.cpu_beside.fixed_ns * live[3])
+    assert live_costs(MODEL, {}) == MODEL
+
+
+@settings(max_examples=100, deadline=None)
+@given(models, st.floats(0.1, 200.0), st.integers(0, 8), st.floats(0, 8))
+def test_no_share_is_better_than_the_shared_one(model, misses, hits, extra):
+    """Where costs beside are no less than alone, and the device's rise with its share; a thousandth is rounding."""
+    model = dataclasses.replace(model, fetch_beside=model.fetch, cpu_beside=model.cpu)
+    shared = model.shared_ns(misses, BYTES, hits, extra)
+    for share in (0.0, 0.1, 0.3, 0.5, 0.8, 1.0):
+        fetches = share * misses
+        assert shared <= model.layer_ns(hits, fetches, misses - fetches, BYTES, extra) * 1.001
 
 
 def test_costs_survive_json_and_refuse_what_they_are_not():
