@@ -396,9 +396,9 @@ class Driver:
             self.lengths.pop(name, None)
 
     def fill(self, prompts: Sequence[Sequence[int]]) -> int:
-        """Run prompts until every record is resident, or they are used up; resident records."""
+        """Run prompts until every record is resident, or they are used up; resident records. All misses are fetched,
+        from here on."""
         resident = 0
-        fraction = self.rig.launch.config.experts.fetch_fraction
         self.rig.cache_server.set_fetch_fraction(1.0)
         wanted = min(self.rig.index.num_records, self.rig.arena.num_slots)
         for number, prompt in enumerate(prompts):
@@ -407,7 +407,6 @@ class Driver:
             resident = self.rig.cache_server.counters()["resident"]
             if resident >= wanted:
                 break
-        self.rig.cache_server.set_fetch_fraction(fraction)
         return resident
 
     def _plan(self, rows: tuple[StepRow, ...], retired: tuple[str, ...] = ()) -> StepPlan:

@@ -163,10 +163,9 @@ class ExpertsConfig(_Section):
         return value
 
     @property
-    def fetch_fraction(self) -> float:
-        """Share of a layer's misses that the device fetches (the rest runs on CpuExecutor); with 'auto' a guess for
-        plans."""
-        named = {"auto": 0.5, "fetch": 1.0, "cpu": 0.0}
+    def fetch_fraction(self) -> float | None:
+        """Share of a layer's misses that the device fetches (the rest runs on CpuExecutor); None: by live rates."""
+        named = {"auto": None, "fetch": 1.0, "cpu": 0.0}
         return named[self.split] if "=" not in self.split else float(self.split[2:])
 
 

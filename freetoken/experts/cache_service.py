@@ -116,7 +116,7 @@ class ExpertCacheService(Service):
         self._server = CacheServer(
             mailbox,
             slots,
-            self.fetch_fraction,
+            1.0,
             self.spec.plan.in_place,
             server_spin_us(self.spec),
             [self.spec.layouts[i].stride_bytes for i in self.spec.layer_layout],
@@ -218,16 +218,17 @@ class ExpertCacheService(Service):
         logger.info("event=split_set epoch=%d split=%s", self.epoch, self.split)
 
     @property
-    def fetch_fraction(self) -> float:
-        """Share of the misses that a fixed split fetches."""
+    def fetch_fraction(self) -> float | None:
+        """Share of the misses that a fixed split fetches; None: the split is by live rates."""
         return ExpertsConfig(split=self.split).fetch_fraction
 
     def _apply_split(self, server: CacheServer) -> None:
-        if self.split == "auto":
+        fraction = self.fetch_fraction
+        if fraction is None:
             self._split_changes = 0
             server.set_auto_split(native_costs(self.costs))
         else:
-            server.set_fetch_fraction(self.fetch_fraction)
+            server.set_fetch_fraction(fraction)
 
     def _split_figures(self, server: CacheServer | None) -> dict[str, float]:
         """Of the split by live rates; logs the newest change."""
@@ -415,8 +416,9 @@ class ExpertCacheService(Service):
 
     def _fetched_share(self, totals: dict[str, int]) -> float:
         """The fixed share, or with a split by live rates that of all misses so far."""
-        if self.split != "auto":
-            return self.fetch_fraction
+        fraction = self.fetch_fraction
+        if fraction is not None:
+            return fraction
         misses = totals["fetches"] + totals["cpu"]
         return totals["fetches"] / misses if misses else 0.0
 

@@ -169,8 +169,9 @@ class CudaRig:
         self._pool: WorkerPool | None = None
         self._spin_us = spin_us if spin_us is not None else (DEVICE_SPIN_US if self.device.type == "cuda" else 0)
         self._capture = capture
-        self._fetch_fraction = launch.config.experts.fetch_fraction if fetch_fraction is None else fetch_fraction
-        self._auto_split = fetch_fraction is None and launch.config.experts.split == "auto"
+        fraction = launch.config.experts.fetch_fraction if fetch_fraction is None else fetch_fraction
+        self._auto_split = fraction is None
+        self._fetch_fraction = 1.0 if fraction is None else fraction
         self.executor: CudaStepExecutor
 
     def __enter__(self) -> CudaRig:

@@ -23,6 +23,7 @@ if not ON_GPU and not triton.knobs.runtime.interpret:
     pytest.skip("needs a CUDA device or TRITON_INTERPRET=1 in the environment", allow_module_level=True)
 SLOW_TO_INTERPRET = pytest.mark.skipif(not ON_GPU, reason="needs a GPU: the interpreter takes half a minute")
 
+from freetoken.costs import assumed_costs  # noqa: E402
 from freetoken.execution.cuda import device_model  # noqa: E402
 from freetoken.execution.cuda.prefill_costs import PrefillCosts  # noqa: E402
 from freetoken.testing.cuda_rig import CudaRig  # noqa: E402
@@ -129,7 +130,8 @@ def test_prompts_that_ride_along_keep_off_the_staged_records(directory: Path) ->
     short = [(i * 29 + 1) % 500 for i in range(12)]
     with CudaRig(launch_of("qwen3_moe", directory, num_slots=4), fetch_fraction=1.0, capture=False) as rig:
         executor, model = rig.executor, rig.runtime.model
-        model.costs = PrefillCosts(4, 4, 1, 1, 0.5, 0.0)  # staging would be preferred for the short one as well
+        # Staging would be preferred for the short one as well.
+        model.costs = PrefillCosts(4, 4, 1, 0.5, 0.0, assumed_costs("cuda"))
         plan = StepPlan(2, 1, (first_row("p", PROMPT, 18, range(8, 16)),), background=True)
         pending = executor.begin(plan)
         names = []

@@ -23,6 +23,7 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU and not triton.knobs.runtime.interpret:
     pytest.skip("needs a CUDA device or TRITON_INTERPRET=1 in the environment", allow_module_level=True)
 
+from freetoken.costs import assumed_costs  # noqa: E402
 from freetoken.execution.cuda import device_model, expert_kernels  # noqa: E402
 from freetoken.execution.cuda import enqueued as enqueued_module  # noqa: E402
 from freetoken.execution.cuda.prefill_costs import PrefillCosts  # noqa: E402
@@ -159,7 +160,7 @@ def test_residency_that_changes_between_copy_and_use_is_only_slow(
         for number, start in enumerate((0, 12)):
             plan = StepPlan(number + 1, 1, (row_of(prompt, start, 12),))
             if start == 0:
-                rig.runtime.model.costs = PrefillCosts(4, 4, 1, 1, 0.5, 0.0)
+                rig.runtime.model.costs = PrefillCosts(4, 4, 1, 0.5, 0.0, assumed_costs("cuda"))
             ok(rig.executor.execute(plan))
         error = (rig.runtime.model.logits[0].cpu() - tiny.oracle_logits(prompt)[-1]).abs().max()
         assert error < TOLERANCE
@@ -307,15 +308,6 @@ def test_neighbouring_records_are_one_copy() -> None:
     ]
     assert offsets.tolist() == [0, -1, 100, -1, 200, -1, -1, -1]
     assert plan_copies(addresses, ranges, np.zeros(8, np.int32), 100, 8)[0] == []
-
-
-def test_costs_prefer_the_cpus_help_for_few_tokens() -> None:
-    costs = PrefillCosts(128, 8, 2_654_208, 9_437_184, 0.25, 0.5)
-    assert not costs.prefers_staging(16) and not costs.prefers_staging(64)
-    assert costs.touched(16) == pytest.approx(82.4, abs=0.1)
-    without_cpu = dataclasses.replace(costs, fetch_fraction=1.0)
-    assert not without_cpu.prefers_staging(16)
-    assert not dataclasses.replace(costs, resident=1.0).prefers_staging(128)
 
 
 @pytest.mark.parametrize("record_format", ["q4_0", "bf16", "f32"])

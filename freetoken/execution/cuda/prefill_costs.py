@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Of an H200 machine with 16 cores and PCIe 5.0 x16; to be measured where the engine runs once the policy is automatic.
-PCIE_BYTES_PER_S = 50e9
-CPU_BYTES_PER_S = 70e9
-CPU_OPERATIONS_PER_S = 1.5e12
+from freetoken.costs import CostModel
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCosts:
-    """``resident``: share of a layer's records in slots. ``fetch_fraction``: share of misses that the device runs
-    itself when the CPU takes part. ``record_bytes`` and ``record_operations`` (per token) are of one expert."""
+    """``record_bytes`` is of one expert. ``resident``: share of a layer's records in slots. ``fetch_fraction``: share
+    of misses that the device runs itself when the CPU takes part; None: as many as make both finish together. ``costs``
+    are those of this machine as far as they were measured."""
 
     num_experts: int
     top_k: int
     record_bytes: int
-    record_operations: int
     resident: float
-    fetch_fraction: float
+    fetch_fraction: float | None
+    costs: CostModel
 
     def touched(self, tokens: int) -> float:
         """Experts that ``tokens`` evenly routed tokens use."""
@@ -28,15 +26,18 @@ class PrefillCosts:
 
     def touched_seconds(self, tokens: int) -> float:
         """Of a layer whose missing records are shared between bus and CPU."""
-        missing = self.touched(tokens) * (1.0 - self.resident) * self.record_bytes
-        bus = missing * self.fetch_fraction / PCIE_BYTES_PER_S
-        cpu_share = 1.0 - self.fetch_fraction
-        operations = tokens * self.top_k * (1.0 - self.resident) * self.record_operations * cpu_share
-        return max(bus, missing * cpu_share / CPU_BYTES_PER_S, operations / CPU_OPERATIONS_PER_S)
+        missing = self.touched(tokens) * (1.0 - self.resident)
+        if missing == 0.0:
+            return 0.0
+        extra_routes = max(0.0, tokens * self.top_k * (1.0 - self.resident) / missing - 1.0)
+        if self.fetch_fraction is None:
+            return 1e-9 * self.costs.shared_ns(missing, self.record_bytes, 0.0, extra_routes)
+        fetches = self.fetch_fraction * missing
+        return 1e-9 * self.costs.layer_ns(0.0, fetches, missing - fetches, self.record_bytes, extra_routes)
 
     def staged_seconds(self) -> float:
         """Of a layer whose missing records are all copied."""
-        return self.num_experts * (1.0 - self.resident) * self.record_bytes / PCIE_BYTES_PER_S
+        return 1e-9 * self.costs.fetch.ns(self.num_experts * (1.0 - self.resident), self.record_bytes)
 
     def prefers_staging(self, tokens: int) -> bool:
         """Whether a chunk that the CPU may share should be staged all the same."""

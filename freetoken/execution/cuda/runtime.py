@@ -12,6 +12,7 @@ import torch
 from freetoken._native import Mailbox, SharedSegment
 from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.checkpoint.held_store import HeldStore
+from freetoken.costs import assumed_costs
 from freetoken.errors import CheckpointError
 from freetoken.execution.constraints import Grammars
 from freetoken.execution.cuda.arena import TORCH_DTYPES, CudaArena
@@ -135,9 +136,9 @@ class CudaRuntime:
             num_experts=spec.num_experts,
             top_k=spec.num_experts_per_tok,
             record_bytes=stager.place_bytes,
-            record_operations=6 * spec.hidden_size * spec.moe_intermediate_size,
             resident=min(1.0, self._arena.num_slots / max(1, spec.num_experts * len(spec.moe_layers))),
             fetch_fraction=self._launch.config.experts.fetch_fraction,
+            costs=self._launch.plan.costs or assumed_costs(self._launch.config.device),
         )
 
     def _upload(self) -> DeviceModel:
