@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from freetoken.costs import CostModel
 from freetoken.elastic.arena_shape import ArenaShape, ArenaSplit
 from freetoken.errors import CapacityError
 from freetoken.units import format_bytes
@@ -121,6 +122,25 @@ class ElasticDecision:
     reason: str
     slot_ms_per_s: float = 0.0
     kv_ms_per_s: float = 0.0
+
+
+def price_of_miss_ms(
+    costs: CostModel, record_bytes: float, top_k: int, hit_ratio: float, fetch_fraction: float | None
+) -> float:
+    """What a layer of ``top_k`` experts takes longer when one more of them is missing. Misses are divided between
+    device and CPU: by ``fetch_fraction``, or so that both finish together."""
+
+    def layer_ns(misses: float) -> float:
+        hits = top_k - misses
+        if fetch_fraction is None:
+            return costs.shared_ns(misses, record_bytes, hits)
+        fetches = fetch_fraction * misses
+        return costs.layer_ns(hits, fetches, misses - fetches, record_bytes)
+
+    # What both cost in any case is paid by the first miss of a layer, not by each.
+    misses = min(max(top_k * (1.0 - hit_ratio), 1.0), float(top_k))
+    beside = misses + 1.0 if misses + 1.0 <= top_k else misses - 1.0
+    return max(0.0, (layer_ns(beside) - layer_ns(misses)) / (beside - misses)) / 1e6
 
 
 def slot_value_ms_per_s(figures: ElasticFigures, step: int, *, more: bool) -> float:

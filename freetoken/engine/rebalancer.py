@@ -16,8 +16,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from freetoken.costs import assumed_costs
 from freetoken.elastic.arena_shape import ArenaShape, ArenaSplit, plan_arena
 from freetoken.elastic.pace import ChangePace
-from freetoken.elastic.rebalance import ElasticDecision, ElasticFigures, ElasticPolicy, plan_auto, plan_rebalance
+from freetoken.elastic.rebalance import (
+    ElasticDecision,
+    ElasticFigures,
+    ElasticPolicy,
+    plan_auto,
+    plan_rebalance,
+    price_of_miss_ms,
+)
 from freetoken.errors import CapacityError, PeerLostError, RebalanceBusyError
+from freetoken.experts.split import live_costs
 from freetoken.launch_spec import LaunchSpec
 from freetoken.messages import (
     ActorName,
@@ -231,10 +239,14 @@ class Rebalancer:
         )
 
     def _miss_ms(self, experts: Metrics) -> float:
-        """What one miss costs: its bytes at the rate at which the device gets records, as measured or assumed."""
-        fallback = assumed_costs(self._spec.config.device).fetch.gbps
-        gbps = experts.get("split_fetch_gbps", 0.0) or fallback
-        return self._spec.plan.slot_stride_bytes / (gbps * 1e6)
+        """What one miss costs by the cost model, at the rates of now where there are any."""
+        model = self._spec.model
+        costs = live_costs(self._spec.plan.costs or assumed_costs(self._spec.config.device), experts)
+        fraction = None if experts.get("split_auto") else experts.get("fetch_fraction")
+        hit_ratio = experts.get("hit_ratio", 0.0)
+        return price_of_miss_ms(
+            costs, self._spec.plan.slot_stride_bytes, model.num_experts_per_tok, hit_ratio, fraction
+        )
 
     @staticmethod
     def _metrics(statuses: Sequence[ActorStatus]) -> dict[ActorName, Metrics]:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freetoken.costs import CostModel, SideCost
 from freetoken.elastic.arena_shape import ArenaShape, ArenaSplit, choose_granule
-from freetoken.elastic.rebalance import ElasticFigures, ElasticPolicy, plan_auto, plan_rebalance
+from freetoken.elastic.rebalance import ElasticFigures, ElasticPolicy, plan_auto, plan_rebalance, price_of_miss_ms
 from freetoken.errors import CapacityError
 
 shapes = st.builds(
@@ -161,3 +162,22 @@ def test_demand_that_flickers_around_the_capacity_causes_at_most_two_changes() -
         changes += decided != split
         split = decided
     assert 1 <= changes <= 2
+
+
+def test_the_price_of_a_miss_is_what_both_parties_together_take_for_it() -> None:
+    fetch, cpu = SideCost(10e3, 1 / 50), SideCost(12e3, 1 / 100)
+    costs = CostModel(fetch, fetch, cpu, cpu, 1 / 2000)
+    record = 3e6
+
+    def price(hit_ratio: float, fraction: float | None, costs: CostModel = costs) -> float:
+        return price_of_miss_ms(costs, record, 8, hit_ratio, fraction)
+
+    for hit_ratio in (0.0, 0.3, 0.6):
+        assert price(hit_ratio, None) == pytest.approx(record / (50 + 100) / 1e6, rel=0.02)
+        assert price(hit_ratio, 1.0) == pytest.approx(record / 50 / 1e6)
+        assert price(hit_ratio, 0.0) == pytest.approx(record / 100 / 1e6)
+        assert price(hit_ratio, 0.5) == pytest.approx(record / 2 / 50 / 1e6)
+    # The CPU device computes hits as well: a miss costs what it takes longer than a hit.
+    slow = CostModel(fetch, fetch, cpu, cpu, 1 / 200, True)
+    assert price(0.5, 1.0, slow) == pytest.approx(record * (1 / 50 - 1 / 200) / 1e6)
+    assert price_of_miss_ms(costs, record, 1, 0.5, None) > 0.0
