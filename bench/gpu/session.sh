@@ -3,11 +3,16 @@
 #
 #   OUT=results bash bench/gpu/session.sh            the whole run, about 8 minutes
 #   PARTS="decode soak" OUT=results bash bench/gpu/session.sh
-#   PARTS="build model rebalance" OUT=results bash bench/gpu/session.sh    (rebalance runs only when named)
 #
-# Parts have limits of their own and share one for all (TOTAL seconds), so a part that hangs costs no other its turn.
+# Some parts run only when they are named:
+#   PARTS="build model split" OUT=results bash bench/gpu/session.sh     auto against fixed splits at 10, 25, 40 and 60 %
+#   PARTS="build sanitizer" OUT=results bash bench/gpu/session.sh       kernel tests under compute-sanitizer
+#   PARTS="build cpu" OUT=results bash bench/gpu/session.sh             the CPU's Q4_0 kernel alone, on all cores
+#   PARTS="build model rebalance" OUT=results bash bench/gpu/session.sh
+#
+# A model that is there already is kept, so a second call on the same machine does not make it again. Parts have limits of their own and share one for all (TOTAL seconds), so a part that hangs costs no other its turn.
 # Leaves in $OUT: session.log (everything printed), decode.json, split.json, prefill.json, interleave.json, http.json,
-# rebalance.json, soak.json, tests.log.
+# rebalance.json, soak.json, expert_kernels_q4_0.json, tests.log, sanitizer-*.log.
 # Settings by environment: SHAPE DTYPE LAYERS DEVICE SCRATCH PYTHON WHEELS TOTAL PARTS and the sizes below.
 set -u
 cd "$(dirname "$0")/../.."
@@ -20,7 +25,7 @@ SCRATCH=${SCRATCH:-/dev/shm}
 PYTHON=${PYTHON:-python3}
 WHEELS=${WHEELS:-.whl}
 TOTAL=${TOTAL:-500}
-PARTS=${PARTS:-build model decode split prefill interleave http tests soak}
+PARTS=${PARTS:-build model decode prefill interleave http tests soak}
 SPLITS=${SPLITS:-0.25,0.4,0.5,0.6}
 HTTP_SPLIT=${HTTP_SPLIT:-}
 PREFILL_SPLITS=${PREFILL_SPLITS:-0.3,0.5}
@@ -35,6 +40,10 @@ KV=${KV:-16384}
 SOAK=${SOAK:---steps 10000 --every 500 --residency 0.05}
 SOAK_S=${SOAK_S:-40}
 TESTS_S=${TESTS_S:-45}
+SPLIT_S=${SPLIT_S:-330}
+SANITIZED=${SANITIZED:-mailbox placed_plan experts token_mask sampling dense attention}
+SANITIZER_S=${SANITIZER_S:-60}
+CPU_THREADS=${CPU_THREADS:-$(($(nproc) > 2 ? $(nproc) - 2 : 1)) $(nproc)}
 ARCH=${ARCH:-90}
 
 mkdir -p "$OUT"
@@ -90,8 +99,13 @@ model() {
             >"$OUT/compile.log" 2>&1 &
         compiling=$!
     fi
-    synth "$MODEL" "$LAYERS"
-    local status=$?
+    local status=0
+    if [[ -f $MODEL/ftw.json ]]; then
+        echo "$MODEL is there already"
+    else
+        synth "$MODEL" "$LAYERS"
+        status=$?
+    fi
     if [[ -n $compiling ]]; then
         wait $compiling
         echo "compiling: exit $?"
@@ -124,8 +138,12 @@ wanted decode && part decode 70 $PYTHON bench/system/decode.py "${COMMON[@]}" --
     --split "$SPLITS" --tokens "$TOKENS" --warm-up 60 --fill-tokens "$FILL" --kv-tokens "$KV" --trace --mailbox \
     --out "$OUT/decode.json"
 
-wanted split && part split 100 $PYTHON bench/system/split.py "${COMMON[@]}" --fill-tokens "$FILL" --kv-tokens "$KV" \
-    --seconds 75 --wrong --out "$OUT/split.json"
+# It ends itself a little before its limit.
+wanted split && part split "$SPLIT_S" $PYTHON bench/system/split.py "${COMMON[@]}" --fill-tokens "$FILL" --kv-tokens "$KV" \
+    --seconds $((($(left) < SPLIT_S ? $(left) : SPLIT_S) - 30)) --wrong ${SPLIT_OPTIONS:-} --out "$OUT/split.json"
+
+wanted cpu && part cpu 60 $PYTHON bench/micro/expert_kernels.py --dtype q4_0 --threads $CPU_THREADS --tokens 1 4 16 \
+    --out "$OUT/expert_kernels_q4_0.json"
 
 wanted prefill && part prefill 40 $PYTHON bench/system/prefill.py "${COMMON[@]}" --in-process --residency 0.25 \
     --new "$NEW" --split "$PREFILL_SPLITS" --repeats 3 --kv-tokens "$KV" --trace --out "$OUT/prefill.json"
@@ -165,20 +183,21 @@ if wanted tests; then
     tail -25 "$OUT/tests.log" | cut -c1-220
 fi
 
-# The kernels' small tests, first without the sanitizer, which leaves them compiled.
+# The kernels' small tests, file by file, first without the sanitizer, which leaves them compiled. Without PyTorch's pool
+# of memory each tensor has an allocation of its own, so the sanitizer sees what runs past its end.
 if wanted sanitizer; then
-    SANITIZER=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | tail -1)
-    if [[ -n $SANITIZER ]]; then
-        SMALL="$PYTHON -m pytest -q -p no:xdist -p no:cacheprovider -W ignore ${SANITIZED:-tests/kernels/test_triton_*.py}"
-        part "small kernel tests" "${SANITIZER_S:-120}" bash -c "$SMALL >'$OUT/kernel-tests.log' 2>&1"
-        tail -4 "$OUT/kernel-tests.log" | cut -c1-220
-        part sanitizer "${SANITIZER_S:-120}" bash -c "'$SANITIZER' --tool memcheck --error-exitcode 9 --log-file '$OUT/sanitizer.log' \
-            $SMALL >'$OUT/sanitizer-tests.log' 2>&1"
-        tail -4 "$OUT/sanitizer-tests.log" | cut -c1-220
-        tail -4 "$OUT/sanitizer.log" | cut -c1-220
-    else
-        echo "no compute-sanitizer here"
-    fi
+    SANITIZER=${SANITIZER:-$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | tail -1)}
+    [[ -n $SANITIZER ]] || echo "no compute-sanitizer here: the tests run without it"
+    for name in $SANITIZED; do
+        SMALL="$PYTHON -m pytest -q -p no:xdist -p no:cacheprovider -W ignore tests/kernels/test_triton_$name.py"
+        part "$name" "$SANITIZER_S" bash -c "$SMALL >'$OUT/sanitizer-$name-plain.log' 2>&1"
+        tail -2 "$OUT/sanitizer-$name-plain.log" | cut -c1-220
+        [[ -n $SANITIZER ]] || continue
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 part "$name, sanitizer" "$((2 * SANITIZER_S))" bash -c "'$SANITIZER' --tool memcheck \
+            --error-exitcode 9 --log-file '$OUT/sanitizer-$name.log' $SMALL >'$OUT/sanitizer-$name-tests.log' 2>&1"
+        tail -2 "$OUT/sanitizer-$name-tests.log" | cut -c1-220
+        tail -2 "$OUT/sanitizer-$name.log" | cut -c1-220
+    done
 fi
 
 wanted rebalance && part rebalance 90 $PYTHON bench/system/rebalance.py "${COMMON[@]}" --runtime local --residency 0.4 \
