@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--fixed", type=rig.shares, default=tuple(i / 10 for i in range(11)), help="fixed splits")
     parser.add_argument("--machine", default="", help="only those whose name contains this")
     parser.add_argument("--routing", type=rig.names, default=tuple(ROUTINGS), help="kinds of routing")
+    parser.add_argument("--seed", type=int, default=0, help="of routing and noise")
     parser.add_argument("--out", help="result file (JSON)")
     arguments = parser.parse_args()
     figures: dict[str, Any] = {"calibration": calibrate(), "machines": []}
@@ -56,7 +57,7 @@ def main() -> None:
             continue
         for kind in arguments.routing:
             for residency in arguments.residency:
-                routing = ROUTINGS[kind]
+                routing = dataclasses.replace(ROUTINGS[kind], seed=arguments.seed)
                 begun = beginnings(machine, Record(), routing.top_k)
                 found = compare(machine, residency, routing, arguments.fixed, begun)
                 row = {"machine": machine.name, "routing": kind, **describe(machine, found)}
