@@ -5,9 +5,9 @@
 
 An engine is launched (or found at ``--url``), its KV is filled with cached prefixes and its slots by decoding; then,
 while ``--streams`` requests decode, memory of ``--move`` is moved to KV and back by turns. For each change: the longest
-time between two tokens of any stream around it, and the hit rate right after it and later at the same capacity. Beside
-them the same times without changes, and how many graphs were captured (none may be; with
-``--set elastic.mode=reallocate`` all are, every time).
+time between two tokens of any stream around it and in as long a time just before it, and the hit rate right after it
+and later at the same capacity. Beside them all times between tokens without changes, and how many graphs were captured
+(none may be; with ``--set elastic.mode=reallocate`` all are, every time).
 """
 
 from __future__ import annotations
@@ -105,7 +105,11 @@ class TokenClock:
                 for earlier, later in itertools.pairwise(moments)
                 if later >= begin and earlier <= end
             ]
-        return found
+        return [gap for gap in found if gap == gap]
+
+    def longest_gap(self, begin: float, length_s: float) -> float:
+        """Milliseconds between two tokens of any stream, at most, for the time that begins there."""
+        return round(max(self.gaps(begin, begin + length_s), default=0.0), 3)
 
 
 def main() -> None:
@@ -166,7 +170,7 @@ def _measure(arguments: argparse.Namespace, url: str, figures: dict[str, Any]) -
         time.sleep(arguments.warm_up)
         quiet_from = time.perf_counter()
         time.sleep(max(3.0, arguments.pause))
-        quiet = [gap for gap in clock.gaps(quiet_from, time.perf_counter()) if gap == gap]
+        quiet = clock.gaps(quiet_from, time.perf_counter())
         if not quiet:
             raise SystemExit(f"no stream decodes: {clock.errors}")
         figures["without"] = _spread(quiet)
@@ -179,7 +183,8 @@ def _measure(arguments: argparse.Namespace, url: str, figures: dict[str, Any]) -
     done = [entry for entry in rounds if entry["status"] == 200 and entry["outcome"] == "done"]
     figures["done"] = len(done)
     if done:
-        figures["longest_gap_ms"] = _spread([entry["longest_gap_ms"] for entry in done])
+        for key in ("longest_gap_ms", "longest_gap_before_ms"):
+            figures[key] = _spread([entry[key] for entry in done])
         figures["duration_ms"] = _spread([entry["duration_ms"] for entry in done])
         figures["hit_rate_lost"] = _spread([e["hit_rate_later"] - e["hit_rate_right_after"] for e in done])
     device = actor_metrics(url)["GpuExecutor"]
@@ -207,12 +212,13 @@ def _round(arguments: argparse.Namespace, url: str, clock: TokenClock, kv_tokens
     between = _uses(url)
     time.sleep(max(arguments.pause - _RIGHT_AFTER_S, 0.5))
     after = _uses(url)
-    gaps = [gap for gap in clock.gaps(begin - _AROUND_S, end + _AROUND_S) if gap == gap]
+    length_s = end - begin + 2 * _AROUND_S
     entry = {
         "kv_tokens": kv_tokens,
         "status": status,
         "outcome": answer.get("outcome", answer.get("error", {}).get("message")),
-        "longest_gap_ms": round(max(gaps, default=0.0), 3),
+        "longest_gap_ms": clock.longest_gap(begin - _AROUND_S, length_s),
+        "longest_gap_before_ms": clock.longest_gap(begin - _AROUND_S - length_s, length_s),
         "duration_ms": answer.get("duration_ms", 0.0),
         "moved_bytes": answer.get("moved_bytes", 0),
         "slots": answer.get("slots"),
