@@ -141,7 +141,7 @@ class StepThread:
 
     def post(self, function: Callable[[], T]) -> Future[T]:
         """Run ``function`` on this thread, after everything queued before it; what becomes of it. Cancelled when the
-        queue is dropped first."""
+        queue is dropped first; whoever cancels it before it begins keeps it from running."""
         future: Future[T] = Future()
         self._append(function, cast("Future[object]", future))
         return future
@@ -277,6 +277,8 @@ class StepThread:
                     continue
                 else:
                     job, future = self._queue.popleft()
+                    if future is not None and not future.set_running_or_notify_cancel():
+                        continue  # nobody wants it any more
                 self._busy = True
             try:
                 if group is not None:

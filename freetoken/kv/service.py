@@ -153,6 +153,8 @@ class KVAllocatorService(Service):
         self._send(ActorName.SCHEDULER, vacated)
 
     def _on_resized(self, message: ArenaResized, fds: tuple[int, ...]) -> None:
+        if message.resize_id < self._vacated_id:
+            return  # it took longer than the question of a later change, which comes by way of the Scheduler
         if self._grow(message.num_kv_blocks):
             self._send(ActorName.SCHEDULER, KVResized(self.epoch, self.allocator.stats()))
 

@@ -116,6 +116,21 @@ def test_calls_run_on_the_thread_and_bring_results_back(thread: StepThread, reco
     assert len(failures) == 1 and isinstance(failures[0], CancelledError)
 
 
+def test_a_job_that_nobody_wants_any_more_does_not_run(thread: StepThread, recorder: Recorder) -> None:
+    recorder.gate.clear()
+    thread.submit(recorder, plan(1))
+    assert recorder.started.wait(LIMIT_S)
+    ran: list[int] = []
+    unwanted = thread.post(lambda: ran.append(1))
+    running = thread.post(lambda: ran.append(2))
+    assert unwanted.cancel()
+    recorder.gate.set()
+    running.result(LIMIT_S)
+    assert ran == [2]
+    thread.submit(recorder, plan(3))
+    recorder.wait_for(2)
+
+
 def test_closing_is_final_and_may_be_repeated(thread: StepThread, recorder: Recorder) -> None:
     thread.close(LIMIT_S)
     thread.close(LIMIT_S)

@@ -11,10 +11,14 @@ from freetoken.messages import (
     ActorName,
     ActorState,
     ArenaReady,
+    ArenaResized,
     BlockCommit,
     BlockNeed,
     BlocksReserved,
+    KVResized,
+    PoolVacated,
     ReserveBlocks,
+    VacatePool,
     Wiring,
 )
 from freetoken.testing.fake_executor import fake_launch_spec
@@ -128,3 +132,20 @@ async def test_wiring_fails_when_the_gpu_executor_dies_first():
             await waiting
         await members.peers[ActorName.SCHEDULER].close()  # nobody to answer: no exception escapes
         members.service._on_reserve_blocks(ReserveBlocks(0, 1), ())
+
+
+async def test_a_change_that_is_told_late_does_not_undo_a_later_one():
+    """GpuExecutor's word of one change and the Scheduler's question of the next come on two ways."""
+    async with group() as members:
+        await members.wire("arena")
+        scheduler, device = (members.peers[name] for name in PEERS)
+        vacated = []
+        scheduler.on(PoolVacated, lambda message, fds: vacated.append(message))
+        scheduler.on(KVResized, lambda message, fds: None)
+        scheduler.send(ActorName.KV_ALLOCATOR, VacatePool(1, 2, 32))
+        await until(lambda: len(vacated) == 1)
+        device.send(ActorName.KV_ALLOCATOR, ArenaResized(1, 1, 0, 80))
+        device.send(ActorName.KV_ALLOCATOR, ArenaResized(1, 2, 0, 32))
+        assert (await members.reserve(needs=(need("a"),))).stats.total_blocks == 32
+        device.send(ActorName.KV_ALLOCATOR, ArenaResized(1, 3, 0, 48))
+        await until(lambda: members.service.allocator.stats().total_blocks == 48)
