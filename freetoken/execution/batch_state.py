@@ -103,7 +103,7 @@ class BatchState:
         self._grammars = grammars
         self._vocab_size = vocab_size
         self._block_size = block_size
-        self._num_blocks = num_blocks
+        self._num_blocks = self._most_blocks = num_blocks
         self._max_context_tokens = max_context_tokens
         self._requests: dict[str, RequestState] = {}
         self._untrue: str | None = None
@@ -125,7 +125,9 @@ class BatchState:
 
     def resized(self, num_blocks: int, block_moves: Sequence[tuple[int, int]]) -> list[RequestState]:
         """The arena has so many blocks from now on, after these moved; the requests whose block tables changed."""
-        now = np.arange(max(self._num_blocks, num_blocks), dtype=np.int32)
+        # Requests that have ended and were not retired yet may name blocks that went with an earlier change.
+        self._most_blocks = max(self._most_blocks, num_blocks)
+        now = np.arange(self._most_blocks, dtype=np.int32)
         self._num_blocks = num_blocks
         for source, target in block_moves:
             now[source] = target

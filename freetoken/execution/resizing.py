@@ -168,23 +168,24 @@ class ArenaResizer:
     async def _make(self, change: _Change, pools: ArenaPools, split: ArenaSplit) -> None:
         started_s = time.monotonic()
         before = (pools.num_slots, pools.num_blocks)
-        try:
-            num_slots, num_blocks = await asyncio.to_thread(pools.prepare, change.resize_id, split)
-        except (FreeTokenError, ValueError) as error:
-            self._fail(change, str(error))
-            return
-        if self._change is not change:
-            raise _EpochEnded
         slots: Moves = ()
         blocks: Moves = ()
-        if num_slots < before[0]:
-            try:
+        try:
+            num_slots, num_blocks = await asyncio.to_thread(pools.prepare, change.resize_id, split)
+            if self._change is not change:
+                raise _EpochEnded
+            if num_slots < before[0]:
                 slots = await self._vacate_slots(change, num_slots)
-            except (FreeTokenError, RuntimeError, ValueError) as error:
+        except _EpochEnded:
+            raise
+        except Exception as error:
+            why = str(error)
+            if not isinstance(error, (FreeTokenError, ValueError)):  # nothing that was to be expected
                 logger.exception("event=resize_failed resize=%d", change.resize_id)
-                await asyncio.to_thread(pools.abort)
-                self._fail(change, f"{type(error).__name__}: {error}")
-                return
+                why = f"{type(error).__name__}: {error}"
+            await asyncio.to_thread(pools.abort)
+            self._fail(change, why)
+            return
         try:
             if num_blocks < before[1]:
                 self._send(ActorName.SCHEDULER, ShrinkKV(change.epoch, change.resize_id, num_blocks))
@@ -197,12 +198,14 @@ class ArenaResizer:
                 wait = await self._result(job)
             else:
                 wait = await self._result(self._post_timed(lambda: self._commit(change.executor, pools, ())))
-        except (FreeTokenError, RuntimeError, ValueError) as error:
+            # The pool that grew gets memory that steps under way may still use for the other.
+            await asyncio.to_thread(wait)
+        except _EpochEnded:
+            raise
+        except Exception as error:
             logger.exception("event=resize_broken resize=%d", change.resize_id)
             self._suspect(ActorName.GPU_EXECUTOR, f"its arena could not follow a change: {error}")
             raise _EpochEnded from error
-        # The pool that grew gets memory that steps under way may still use for the other.
-        await asyncio.to_thread(wait)
         if self._change is not change:
             raise _EpochEnded
         self._change = None

@@ -157,18 +157,12 @@ class Scheduler:
         if self._ready is not None:
             ready, self._ready = self._ready, None
             return ready
-        leaving = self._leaving
-        if (
-            leaving is not None
-            and not leaving.is_asked
-            and self._phase is _Phase.IDLE
-            and self._outstanding.background is None
-        ):
-            return leaving.ask(self.epoch, now + self.limits.step_timeout_s)
         while self._phase is not _Phase.RESERVING:
             if self._phase is _Phase.RESERVED:
                 if self._more_needs:
                     return self._reservation(self._more_needs, now)
+            elif self._leaving is not None and not self._leaving.is_asked and self._outstanding.background is None:
+                return self._leaving.ask(self.epoch, now + self.limits.step_timeout_s)
             elif self._wanted and not self._outstanding.is_full and not self._is_held:
                 self._wanted = False
                 if self._has_shrunk:

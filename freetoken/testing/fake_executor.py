@@ -161,9 +161,12 @@ class FakeDevice:
         for source, target in moved.items():
             _require(target < num_blocks <= source, f"block {source} moves to {target} of {num_blocks}")
             self._kv[target], self._holders[target] = list(self._kv[source]), self._holders[source]
-        for sequence in self._sequences.values():
-            table = [moved.get(block_id, block_id) for block_id in sequence.table]
-            sequence.table = table if max(table, default=0) < num_blocks else []  # it has ended, or the next row fails
+        for who, sequence in self._sequences.items():
+            sequence.table = [moved.get(block_id, block_id) for block_id in sequence.table]
+            if max(sequence.table, default=0) >= num_blocks:  # it has ended, or the next row fails
+                for block_id in sequence.table:
+                    self._holders[block_id].discard(who)
+                sequence.table = []
         del self._kv[num_blocks:], self._holders[num_blocks:]
 
     def reset(self) -> None:

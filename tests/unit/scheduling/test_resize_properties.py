@@ -41,27 +41,31 @@ events = st.one_of(
 )
 
 
+def run_event(rig, sent, event):
+    if event == "cycle":
+        rig.cycle()
+    elif event == "step":
+        rig.run_step()
+    elif event == "reply":
+        rig.deliver_reply()
+    elif event == "background":
+        rig.end_background()
+    elif isinstance(event, int):
+        if not rig.is_resizing:
+            rig.resize(event)
+    else:
+        name = f"r{len(sent)}"
+        sent[name] = event
+        rig.submit(name, *event)
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(events, max_size=60), st.booleans(), st.sampled_from([None, 2]))
 def test_tokens_do_not_depend_on_the_size_of_kv(script, prefix_cache, ride_along_tokens):
     rig = SchedulerRig(replace(LIMITS, prefix_cache=prefix_cache, ride_along_tokens=ride_along_tokens))
     sent = {}
     for event in script:
-        if event == "cycle":
-            rig.cycle()
-        elif event == "step":
-            rig.run_step()
-        elif event == "reply":
-            rig.deliver_reply()
-        elif event == "background":
-            rig.end_background()
-        elif isinstance(event, int):
-            if not rig.is_resizing:
-                rig.resize(event)
-        else:
-            name = f"r{len(sent)}"
-            sent[name] = event
-            rig.submit(name, *event)
+        run_event(rig, sent, event)
         rig.allocator.check_integrity()
         assert rig.scheduler.limits.num_kv_blocks == rig.allocator.stats().total_blocks or rig.replies
     rig.drain(5000)
@@ -72,6 +76,44 @@ def test_tokens_do_not_depend_on_the_size_of_kv(script, prefix_cache, ride_along
         )
         assert rig.endings[name].finish_reason in (FinishReason.STOP, FinishReason.LENGTH), rig.endings[name].failure
         assert (rig.tokens[name], rig.endings[name].finish_reason) == (tokens, reason)
+
+
+mishaps = st.one_of(st.sampled_from(["fail", "fail background"]), st.tuples(st.integers(0, 12)))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(st.one_of(events, events, mishaps, st.integers(1, 40)), max_size=80),
+    st.booleans(),
+    st.sampled_from([None, 1, 2]),
+)
+def test_changes_end_whoever_is_aborted_or_fails_meanwhile(script, prefix_cache, ride_along_tokens):
+    """And what those got that ended early is the beginning of what they would have got."""
+    rig = SchedulerRig(replace(LIMITS, prefix_cache=prefix_cache, ride_along_tokens=ride_along_tokens))
+    sent = {}
+    for event in script:
+        if event == "fail":
+            rig.fail_step()
+        elif event == "fail background":
+            rig.end_background("out of luck")
+        elif isinstance(event, tuple) and len(event) == 1:
+            rig.abort(f"r{event[0]}")
+        else:
+            run_event(rig, sent, event)
+        rig.allocator.check_integrity()
+    rig.drain(5000)
+    rig.check_baseline()
+    for name, (prompt, sampling) in sent.items():
+        ending, tokens = rig.endings[name], tuple(rig.tokens[name])
+        expected, reason = expected_answer(
+            prompt, sampling, vocab_size=LIMITS.vocab_size, max_context_tokens=LIMITS.max_context_tokens
+        )
+        if ending.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert (tokens, ending.finish_reason) == (tuple(expected), reason)
+        else:
+            assert tokens == tuple(expected[: len(tokens)])
+            failure = ending.failure
+            assert failure is None or failure.kind == "context_length_exceeded" or "out of luck" in failure.message
 
 
 def test_blocks_granted_but_not_sent_move_too():
@@ -115,6 +157,16 @@ def test_too_small_is_refused_and_nothing_changes():
     assert not rig.finish_resize() and "5 blocks are too few" in rig.refusal
     assert rig.allocator.block_table("a")[: len(before)] == before
     assert rig.scheduler.limits.num_kv_blocks == 24
+    rig.drain()
+    rig.check_baseline()
+
+
+def test_a_change_that_waits_for_a_reservation_is_made_when_that_leads_to_no_step():
+    rig = SchedulerRig(LIMITS)
+    rig.submit("a", (1, 2, 3), SamplingParams(max_tokens=5, seed=0, temperature=0.0))
+    rig.resize(MIN_BLOCKS)
+    rig.abort("a")
+    assert rig.finish_resize()  # no other event comes
     rig.drain()
     rig.check_baseline()
 
