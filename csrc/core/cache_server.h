@@ -110,7 +110,7 @@ class CacheServer {
   void observe_split(const LayerTiming& timing);
   void show_split();
 
-  // One writer (the server thread); relaxed, because each figure stands alone.
+  // One writer at a time (under table_); relaxed, because each figure stands alone.
   struct Counter {
     std::atomic<std::int64_t> value{0};
     void add(std::int64_t n) { value.store(value.load(std::memory_order_relaxed) + n, std::memory_order_relaxed); }

@@ -33,8 +33,9 @@
 // only, so they may wrap.
 //
 // `slot_of` is in step with the latest plan when that plan can be seen: slots that it gave away are no longer listed,
-// slots that it named as destinations are listed from the next plan on. It changes at no other time, but for all of it
-// before the epoch's first publish. Who reads it between a publish and its plan may see entries of either state.
+// slots that it named as destinations are listed from the next plan on. Beside that it changes as a whole before the
+// epoch's first publish, and at any time where slots are vacated: records are given up or named at their new places. So
+// it tells what the next plan will probably say, and no more.
 //
 // A GPU client publishes by a system-scope release store of the sequence number into req's value and rings no bell; it
 // sets kDeviceClient, and the servers are started for it (device_client). It watches plan's and part's value with

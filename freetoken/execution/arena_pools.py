@@ -15,7 +15,9 @@ SLOTS, KV = "slots", "kv"
 
 
 class ArenaPools:
-    """The division of an elastic arena. One thread at a time: ``prepare`` on any, the rest while no step runs."""
+    """The division of an elastic arena. One thread at a time. Steps may run meanwhile: ``prepare`` and ``abort`` touch
+    only places that nothing uses yet, ``commit`` takes its turn among what is launched, and ``release`` comes after all
+    that was launched before."""
 
     def __init__(
         self, shape: ArenaShape, split: ArenaSplit, driver: GranuleDriver, num_slots: int, num_blocks: int

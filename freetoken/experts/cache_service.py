@@ -339,7 +339,6 @@ class ExpertCacheService(Service):
             self.name.value,
             tuple(source for source, _ in moves),
             tuple(target for _, target in moves),
-            vacated.num_evicted,
         )
         self._send(ActorName.GPU_EXECUTOR, reply)
 

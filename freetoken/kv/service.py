@@ -147,7 +147,6 @@ class KVAllocatorService(Service):
             self.name.value,
             tuple(plan.moved),
             tuple(plan.moved.values()),
-            plan.num_evicted,
             stats=self.allocator.stats(),
         )
         self._send(ActorName.SCHEDULER, vacated)

@@ -42,7 +42,7 @@ class VacatePool:
 
 @dataclass(frozen=True, slots=True)
 class PoolVacated:
-    """What has to be copied, as two lists of places, and how many records went. ``refusal``: why it is not possible;
+    """What has to be copied, as two lists of places. ``refusal``: why it is not possible;
     nothing was changed then.
 
     ExpertCache -> GpuExecutor: it goes on naming the old places until ``RecordsMoved``. KVAllocator -> Scheduler ->
@@ -55,7 +55,6 @@ class PoolVacated:
     sender: str
     moved_from: tuple[int, ...] = ()
     moved_to: tuple[int, ...] = ()
-    evicted: int = 0
     refusal: str = ""
     stats: KVStats | None = None
 

@@ -178,7 +178,7 @@ class SchedulerRig:
         self.allocator.check_integrity()
         moved = plan.moved
         return PoolVacated(
-            1, question.resize_id, name, tuple(moved), tuple(moved.values()), plan.num_evicted,
+            1, question.resize_id, name, tuple(moved), tuple(moved.values()),
             stats=self.allocator.stats(),
         )  # fmt: skip
 

@@ -109,7 +109,7 @@ class DataPlane:
         self.flags = 0
         self.slot_of: NDArray[np.int32] = np.zeros((0, 0), np.int32)
         """[L, E] of the attached mailbox: the slot of each record, or -1. ExpertCache changes it between a publish and
-        its plan."""
+        its plan, and at any time where records leave their slots for good or for others."""
         self._words: NDArray[np.uint32] = np.zeros(0, np.uint32)
         device = counts.device
         self.nothing_staged = torch.zeros(router.num_experts, dtype=torch.int64, device=device)
