@@ -444,8 +444,8 @@ class EnqueuedSteps:
         return StepFailed(plan.step_id, plan.epoch, message, suspects)
 
     def resized(self, num_slots: int, num_blocks: int, block_moves: Sequence[tuple[int, int]]) -> None:
-        """The arena changed, behind the steps under way and before every later one. Block tables on the device follow on
-        the steps' stream."""
+        """The arena changed, behind the steps under way and before every later one. Block tables on the device follow
+        on the steps' stream."""
         table = self._model.table
         self._model.slots_changed(num_slots)
         with self._lock, self._model.on_stream():
