@@ -303,7 +303,8 @@ class Rebalancer:
 
     async def _resize(self, split: ArenaSplit) -> tuple[str, int]:
         """ "done", or why not; bytes copied."""
-        self._resize_id = max(self._resize_id + 1, time.time_ns())
+        # Higher than any of a Controller before this one; the wall clock may have been set back since.
+        self._resize_id = max(self._resize_id + 1, time.monotonic_ns())
         answer = self._answer = asyncio.get_running_loop().create_future()
         limit_s = 2 * self._spec.config.scheduler.step_timeout_s
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -216,6 +217,21 @@ async def test_an_operator_asks_over_http(checkpoint: Path) -> None:
         engine.check()
         metrics = engine.runtime.controller.metrics()
         assert metrics["rebalances_request_total"] >= 2
+
+
+async def test_changes_of_a_new_controller_are_later_ones_whatever_the_clock_says(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Owners of tables tell by the order of ids which changes were made."""
+    async with running(launch(checkpoint)) as engine:
+        controller, pools = engine.runtime.controller, engine.service(ActorName.GPU_EXECUTOR)._arena.pools
+        assert (await controller.rebalance(RebalanceWish(kv_tokens=GROWN))).outcome == "done"
+        first = pools.resize_id
+        controller.rebalancer._resize_id = 0  # as a new one begins
+        monkeypatch.setattr(time, "time_ns", lambda: 1)
+        assert (await controller.rebalance(RebalanceWish(kv_tokens=SHRUNK))).outcome == "done"
+        assert pools.resize_id > first
+        engine.check()
 
 
 async def test_one_of_two_at_once_gets_409(checkpoint: Path) -> None:
