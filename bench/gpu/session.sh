@@ -10,7 +10,8 @@
 #   PARTS="build cpu" OUT=results bash bench/gpu/session.sh             the CPU's Q4_0 kernel alone, on all cores
 #   PARTS="build model rebalance" OUT=results bash bench/gpu/session.sh
 #
-# A model that is there already is kept, so a second call on the same machine does not make it again. Parts have limits of their own and share one for all (TOTAL seconds), so a part that hangs costs no other its turn.
+# A model that is there already is kept, so a second call on the same machine does not make it again. Parts have limits of
+# their own and share one for all (TOTAL seconds), so a part that hangs costs no other its turn.
 # Leaves in $OUT: session.log (everything printed), decode.json, split.json, prefill.json, interleave.json, http.json,
 # rebalance.json, soak.json, expert_kernels_q4_0.json, tests.log, sanitizer-*.log.
 # Settings by environment: SHAPE DTYPE LAYERS DEVICE SCRATCH PYTHON WHEELS TOTAL PARTS and the sizes below.
