@@ -21,6 +21,7 @@ from freetoken.elastic.arena_shape import plan_arena
 from freetoken.engine.local import LocalRuntime
 from freetoken.engine.phases import Phase
 from freetoken.engine.prepare import prepare_launch
+from freetoken.engine.rebalancer import Rebalancer
 from freetoken.errors import CapacityError, FreeTokenError
 from freetoken.launch_spec import LaunchSpec
 from freetoken.messages import (
@@ -401,9 +402,13 @@ async def test_kv_grows_by_itself_when_requests_wait_for_blocks(checkpoint: Path
         await engine.check_between_changes()
 
 
-async def test_idle_kv_goes_to_slots_by_itself(checkpoint: Path) -> None:
+async def test_idle_kv_goes_to_slots_by_itself(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # On the CPU device a hit costs as much as a miss: both are read from the same memory.
+    monkeypatch.setattr(Rebalancer, "_miss_ms", lambda rebalancer, experts: 1.0)
     spec = launch(
-        checkpoint, elastic={"interval_s": 0.05, "cooldown_s": 0.0}, kv={"num_tokens": 1536, "prefix_cache": False}
+        checkpoint,
+        elastic={"interval_s": 0.05, "cooldown_s": 0.0},
+        kv={"num_tokens": 1536, "prefix_cache": False},
     )
     async with running(spec) as engine:
         for _ in range(30):
