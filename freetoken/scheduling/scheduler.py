@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import itertools
 import logging
 from typing import NamedTuple
 
@@ -29,7 +28,6 @@ from freetoken.messages import (
     RequestFailure,
     ReserveBlocks,
     RowResult,
-    ShrinkKV,
     StepFailed,
     StepNotice,
     StepPlan,
@@ -37,20 +35,18 @@ from freetoken.messages import (
     StepRow,
     SubmitRequest,
     TokenBatch,
-    VacateArena,
     VacatePool,
 )
 from freetoken.scheduling.admission import plan_admissions
+from freetoken.scheduling.arena_changes import ArenaChanges, block_pressure
 from freetoken.scheduling.budget import PrefillWork, plan_prefill_chunks, plan_shares, plan_turns
 from freetoken.scheduling.chunk_costs import plan_chunk_tokens
 from freetoken.scheduling.clock import StepClock
-from freetoken.scheduling.leaving import BlockPressure, BlocksLeaving
 from freetoken.scheduling.ledger import KVLedger
 from freetoken.scheduling.lifecycle import RequestBook
 from freetoken.scheduling.limits import SchedulerLimits
 from freetoken.scheduling.outstanding import OutstandingStep, OutstandingSteps, PlannedRow
 from freetoken.scheduling.request import Request, RequestState
-from freetoken.scheduling.standstill import Standstill
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +86,7 @@ class Scheduler:
         self._riding_only = False  # the step being planned may take prompts that ride along, and no others
         self._ready: PlannedStep | None = None  # built together with the one before, not sent yet
         self._outstanding = OutstandingSteps(limits.step_timeout_s, limits.background_timeout_s)
-        self._leaving: BlocksLeaving | None = None
-        self._standstill: Standstill | None = None
+        self.changes = ArenaChanges(self.book)
         self._has_shrunk = False  # KV became smaller since the last attempt to plan
         self._next_step_id = 1
         self.last_step_id = 0
@@ -145,8 +140,7 @@ class Scheduler:
         self._reply_due_s = None
         self._ready = None
         self._outstanding.clear()
-        self._leaving = None
-        self._standstill = None
+        self.changes.clear()
         self.clock.reset()
         return TokenBatch(self.last_step_id, self.epoch, tuple(deltas)) if deltas else None
 
@@ -161,8 +155,8 @@ class Scheduler:
             if self._phase is _Phase.RESERVED:
                 if self._more_needs:
                     return self._reservation(self._more_needs, now)
-            elif self._leaving is not None and not self._leaving.is_asked and self._outstanding.background is None:
-                return self._leaving.ask(self.epoch, now + self.limits.step_timeout_s)
+            elif self._outstanding.background is None and (question := self.changes.take_question(now)) is not None:
+                return question
             elif self._wanted and not self._outstanding.is_full and not self._is_held:
                 self._wanted = False
                 if self._has_shrunk:
@@ -180,24 +174,14 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------ changes of the arena
 
-    def shrink_kv(self, message: ShrinkKV) -> None:
-        """KV is to have fewer blocks: its owner will be asked as soon as no background step writes any."""
-        self._leaving = BlocksLeaving(message)
-
     def blocks_vacated(self, message: PoolVacated) -> bool:
-        """The owner's answer: from here on every block has its new name, also those that were granted and not sent.
-        Whether it was waited for, and is to be passed on to the device before any other plan."""
-        leaving = self._leaving
-        if leaving is None or message.resize_id != leaving.resize_id:
-            return False
-        self._leaving = None
-        self._wanted = True
-        if message.stats is not None:
-            self.kv_resized(message.stats)
-            moved = dict(zip(message.moved_from, message.moved_to, strict=True))
-            for request in self.book.running:
-                request.new_block_ids = [moved.get(block_id, block_id) for block_id in request.new_block_ids]
-        return True
+        """See ``ArenaChanges``, as for all below."""
+        was_waited_for = self.changes.blocks_vacated(message)
+        if was_waited_for:
+            self._wanted = True
+            if message.stats is not None:
+                self.kv_resized(message.stats)
+        return was_waited_for
 
     def kv_resized(self, stats: KVStats) -> None:
         """KV has another number of blocks."""
@@ -206,44 +190,25 @@ class Scheduler:
         self.resizes_total += 1
         self._wanted = True
 
-    def vacate(self, message: VacateArena) -> None:
-        """Plan no further step until the arena was allocated anew."""
-        self._standstill = Standstill(message)
+    def take_vacated(self, now: float) -> ArenaVacated | None:
+        """What to tell GpuExecutor, if it is time."""
+        if self._phase is not _Phase.IDLE or len(self._outstanding) or self._ready is not None:
+            return None
+        vacated = self.changes.take_vacated(now)
+        self._wanted |= vacated is not None and bool(vacated.refusal)
+        return vacated
+
+    def emptied(self, message: PoolEmptied) -> None:
+        """A table is true to the new arena."""
+        if message.stats is not None and self.changes.stops_planning:
+            self.set_num_kv_blocks(message.stats.total_blocks)
+        if self.changes.emptied(message):
+            self.resizes_total += 1
+            self._wanted = True
 
     @property
     def _is_held(self) -> bool:
-        """Beside a background step decoding goes on: that may take long, and no other begins before it ends."""
-        return self._standstill is not None and self._outstanding.background is None
-
-    def take_vacated(self, now: float) -> ArenaVacated | None:
-        """What to tell GpuExecutor, once, as soon as no step and no reservation is under way: all requests are
-        preempted, or (a refusal) planning goes on."""
-        standstill = self._standstill
-        if standstill is None or standstill.has_begun or self._is_busy:
-            return None
-        vacated = standstill.begin(self.book, now + self.limits.step_timeout_s)
-        if vacated.refusal:
-            self._standstill = None
-            self._wanted = True
-        return vacated
-
-    @property
-    def _is_busy(self) -> bool:
-        """Whether a step or a reservation is under way."""
-        return self._phase is not _Phase.IDLE or len(self._outstanding) > 0 or self._ready is not None
-
-    def emptied(self, message: PoolEmptied) -> None:
-        """A table is true to the new arena; after both are, planning goes on."""
-        standstill = self._standstill
-        if standstill is None or not standstill.has_begun:
-            return
-        if message.stats is not None:
-            self.set_num_kv_blocks(message.stats.total_blocks)
-            self.book.kv_replaced(message.stats)
-        if standstill.emptied(message):
-            self._standstill = None
-            self.resizes_total += 1
-            self._wanted = True
+        return self.changes.stops_planning and self._outstanding.background is None
 
     def set_num_kv_blocks(self, num_blocks: int) -> None:
         """KV has so many blocks from now on."""
@@ -251,16 +216,6 @@ class Scheduler:
             self._has_shrunk |= num_blocks < self.limits.num_kv_blocks
             self.limits = dataclasses.replace(self.limits, num_kv_blocks=num_blocks)
             self.book.set_limits(self.limits)
-
-    def pressure(self) -> BlockPressure:
-        """What waits for lack of blocks."""
-        book, limits = self.book, self.limits
-        places = limits.max_num_running - len(book.running)
-        if not len(book.waiting) or places <= 0 or not len(book.running):
-            return BlockPressure(0, 0)
-        wanted = [limits.blocks_for(request.num_known_tokens) + 1 for request in itertools.islice(book.waiting, places)]
-        missing = sum(wanted) - self.ledger.num_available_blocks
-        return BlockPressure(len(wanted), missing) if missing > 0 else BlockPressure(0, 0)
 
     def _plan_needs(self) -> list[BlockNeed]:
         """Decide what the step should hold as far as it is known, and which room that takes."""
@@ -311,7 +266,7 @@ class Scheduler:
 
     @property
     def _may_begin_background(self) -> bool:
-        return self._outstanding.background is None and (self._leaving is None or not self._leaving.is_asked)
+        return self._outstanding.background is None and self.changes.allows_background
 
     def _chunk_tokens(self) -> int:
         """Of a background step."""
@@ -576,14 +531,10 @@ class Scheduler:
                 self.book.fail(request, failure, now)
             self._wanted = True
             return ActorName.KV_ALLOCATOR
-        leaving = self._leaving
-        if leaving is not None and leaving.due_s is not None and now >= leaving.due_s:
-            leaving.due_s = None
+        late = self.changes.take_late(now)
+        if late is not None:
             self.stalled_steps_total += 1
-            return ActorName.KV_ALLOCATOR
-        if self._standstill is not None and self._standstill.is_overdue(now):
-            self.stalled_steps_total += 1
-            return self._standstill.suspect()
+            return late
         step = self._outstanding.give_up(now)
         if step is None:
             return None
@@ -593,9 +544,7 @@ class Scheduler:
 
     def deadline_s(self) -> float | None:
         """When ``check_stalled`` is due, if an answer is."""
-        vacated_due_s = self._leaving.due_s if self._leaving is not None else None
-        standstill_due_s = self._standstill.due_s if self._standstill is not None else None
-        moments = (self._outstanding.deadline_s(), self._reply_due_s, vacated_due_s, standstill_due_s)
+        moments = (self._outstanding.deadline_s(), self._reply_due_s, self.changes.due_s())
         return min((moment for moment in moments if moment is not None), default=None)
 
     def _take_step(self, step_id: int, now: float) -> OutstandingStep | None:
@@ -636,7 +585,7 @@ class Scheduler:
             "failed_steps_total": float(self.failed_steps_total),
             "stalled_steps_total": float(self.stalled_steps_total),
             "preemptions_total": float(book.preemptions_total),
-            "held_back": float(self.pressure().num_requests),
+            "held_back": float(block_pressure(self.book).num_requests),
             "recomputed_tokens_total": float(book.recomputed_tokens_total),
             "resizes_total": float(self.resizes_total),
             "requests_finished_total": float(book.finished_total),

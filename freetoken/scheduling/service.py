@@ -32,6 +32,7 @@ from freetoken.messages import (
     VacatePool,
     Wiring,
 )
+from freetoken.scheduling.arena_changes import block_pressure
 from freetoken.scheduling.limits import SchedulerLimits
 from freetoken.scheduling.scheduler import Scheduler
 from freetoken.service import Service
@@ -133,7 +134,7 @@ class SchedulerService(Service):
         self.scheduler.set_num_kv_blocks(message.num_kv_blocks)
 
     def _on_shrink_kv(self, message: ShrinkKV, fds: tuple[int, ...]) -> None:
-        self.scheduler.shrink_kv(message)
+        self.scheduler.changes.shrink_kv(message)
         self._run()
 
     def _on_pool_vacated(self, message: PoolVacated, fds: tuple[int, ...]) -> None:
@@ -146,7 +147,7 @@ class SchedulerService(Service):
         self._run()
 
     def _on_vacate_arena(self, message: VacateArena, fds: tuple[int, ...]) -> None:
-        self.scheduler.vacate(message)
+        self.scheduler.changes.vacate(message)
         self._run()
 
     def _on_pool_emptied(self, message: PoolEmptied, fds: tuple[int, ...]) -> None:
@@ -211,7 +212,7 @@ class SchedulerService(Service):
         """The Controller may move memory to KV."""
         now = time.monotonic()
         if self._is_elastic and now - self._pressure_told_s >= PRESSURE_INTERVAL_S and len(self.scheduler.book.waiting):
-            pressure = self.scheduler.pressure()
+            pressure = block_pressure(self.scheduler.book)
             if pressure.num_blocks > 0:
                 self._pressure_told_s = now
                 self._send(ActorName.CONTROLLER, BlocksShort(self.epoch, pressure.num_requests, pressure.num_blocks))

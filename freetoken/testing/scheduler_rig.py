@@ -154,7 +154,7 @@ class SchedulerRig:
         self._resizes += 1
         if num_blocks < self.allocator.stats().total_blocks:
             self.is_resizing = True
-            self.scheduler.shrink_kv(ShrinkKV(1, self._resizes, num_blocks))
+            self.scheduler.changes.shrink_kv(ShrinkKV(1, self._resizes, num_blocks))
         else:
             self.device.resize(num_blocks, {})
             plan = self.allocator.plan_resize(num_blocks)

@@ -190,7 +190,7 @@ def test_a_waiting_request_that_fits_no_more_is_told_so_and_disturbs_nobody():
 def test_an_owner_that_never_answers_is_suspected():
     rig = SchedulerRig(LIMITS)
     scheduler = rig.scheduler
-    scheduler.shrink_kv(ShrinkKV(1, 7, 20))
+    scheduler.changes.shrink_kv(ShrinkKV(1, 7, 20))
     assert scheduler.advance(0.0) == VacatePool(1, 7, 20) and scheduler.advance(0.0) is None
     assert scheduler.deadline_s() == 1000.0
     assert scheduler.check_stalled(1000.0) is ActorName.KV_ALLOCATOR

@@ -29,7 +29,7 @@ MIN_BLOCKS = 14  # one request of full length, a spare copy of its prefix, and o
 
 def stand_still(rig, num_blocks):
     """GpuExecutor wants to allocate the arena anew; what Scheduler answers once nothing is under way."""
-    rig.scheduler.vacate(VacateArena(1, 7, num_blocks))
+    rig.scheduler.changes.vacate(VacateArena(1, 7, num_blocks))
     rig.pump()
     while (vacated := rig.scheduler.take_vacated(rig.now)) is None:
         assert rig.deliver_reply() or rig.end_background() or rig.run_step(), "the moment without steps never comes"
