@@ -151,8 +151,7 @@ class Rebalancer:
 
     def view(self) -> ElasticView:
         """Whether memory can move, whether it is moving, and the last decisions, newest first."""
-        device = self._last_status(ActorName.GPU_EXECUTOR)
-        mode = _mode(device.metrics) if device is not None and self.shape is not None else ""
+        mode = self._mode_to_be() if self.shape is not None else ""
         return ElasticView(
             elastic=bool(mode),
             auto=self._loop is not None,
@@ -164,6 +163,13 @@ class Rebalancer:
             mode=mode,
             cost=COSTS[mode],
         )
+
+    def _mode_to_be(self) -> str:
+        """As GpuExecutor tells; as configured while it is being loaded."""
+        device = self._last_status(ActorName.GPU_EXECUTOR)
+        if device is not None and "elastic" in device.metrics:
+            return _mode(device.metrics)
+        return "reallocate" if self._spec.config.elastic.mode == "reallocate" else "virtual"
 
     def metrics(self) -> dict[str, float]:
         """Decisions and changes, by what called for them."""

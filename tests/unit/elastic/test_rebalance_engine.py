@@ -26,6 +26,7 @@ from freetoken.errors import CapacityError, FreeTokenError
 from freetoken.launch_spec import LaunchSpec
 from freetoken.messages import (
     ActorName,
+    ActorStatus,
     ArenaResized,
     KVResized,
     PlacesLeft,
@@ -38,6 +39,7 @@ from freetoken.messages import (
 )
 from freetoken.testing.tiny_models import write_tiny_checkpoint
 from freetoken.testing.waiting import until
+from freetoken.transport.inprocess import InProcessHub
 
 BUDGET = "4.6MiB"
 
@@ -233,6 +235,17 @@ async def test_changes_of_a_new_controller_are_later_ones_whatever_the_clock_say
         assert (await controller.rebalance(RebalanceWish(kv_tokens=SHRUNK))).outcome == "done"
         assert pools.resize_id > first
         engine.check()
+
+
+@pytest.mark.parametrize(("mode", "told"), [("auto", "virtual"), ("reallocate", "reallocate")])
+def test_an_engine_that_is_loading_tells_what_is_configured(checkpoint: Path, mode: str, told: str) -> None:
+    async def ask(max_age_s: float) -> list[ActorStatus]:
+        return []
+
+    spec = launch(checkpoint, elastic={"auto": False, "mode": mode})
+    endpoint = InProcessHub().endpoint(ActorName.CONTROLLER)
+    view = Rebalancer(spec, endpoint, lambda: 1, ask, lambda: False, lambda name: None).view()
+    assert view.elastic and view.mode == told and not view.decisions
 
 
 async def test_one_of_two_at_once_gets_409(checkpoint: Path) -> None:
