@@ -8,23 +8,12 @@ from hypothesis import strategies as st
 
 from freetoken.kv import KVAllocator
 from freetoken.messages import ActorName, FinishReason, PoolEmptied, SamplingParams, VacateArena
-from freetoken.scheduling import SchedulerLimits
 from freetoken.testing.fake_executor import FakeDevice, expected_answer
 from freetoken.testing.scheduler_rig import SchedulerRig
+from tests.unit.scheduling.test_resize_properties import LIMITS as RESIZE_LIMITS
+from tests.unit.scheduling.test_resize_properties import MIN_BLOCKS, requests
 
-LIMITS = SchedulerLimits(
-    max_num_running=5,
-    max_num_waiting=50,
-    max_num_batched_tokens=16,
-    prefill_chunk_tokens=8,
-    step_timeout_s=1000.0,
-    max_context_tokens=36,
-    block_size=3,
-    num_kv_blocks=24,
-    vocab_size=4,
-    ride_along_tokens=2,
-)
-MIN_BLOCKS = 14  # one request of full length, a spare copy of its prefix, and one block
+LIMITS = replace(RESIZE_LIMITS, ride_along_tokens=2)
 
 
 def stand_still(rig, num_blocks):
@@ -51,17 +40,6 @@ def replace_arena(rig, num_blocks):
     rig.pump()
 
 
-requests = st.builds(
-    lambda head, length, tail, new, seed: (
-        (head * 40)[:length] + tail,
-        SamplingParams(max_tokens=new, seed=seed, temperature=1.0 if seed else 0.0),
-    ),
-    st.sampled_from([(1,), (1, 2), (1, 1, 3)]),
-    st.integers(1, 24),
-    st.lists(st.integers(0, 3), max_size=3).map(tuple),
-    st.integers(1, 20),
-    st.integers(0, 3),
-)
 events = st.one_of(requests, st.sampled_from(["cycle", "cycle", "step", "reply", "abort"]), st.integers(MIN_BLOCKS, 40))
 
 
