@@ -13,7 +13,7 @@
 # A model that is there already is kept, so a second call on the same machine does not make it again. Parts have limits of
 # their own and share one for all (TOTAL seconds), so a part that hangs costs no other its turn.
 # Leaves in $OUT: session.log (everything printed), decode.json, split.json, prefill.json, interleave.json, http.json,
-# rebalance.json, soak.json, expert_kernels_q4_0.json, tests.log, sanitizer-*.log.
+# rebalance.json, soak.json, expert_kernels_q4_0.json, tests.log, sanitizer.log.
 # Settings by environment: SHAPE DTYPE LAYERS DEVICE SCRATCH PYTHON WHEELS TOTAL PARTS and the sizes below.
 set -u
 cd "$(dirname "$0")/../.."
@@ -185,24 +185,34 @@ if wanted tests; then
 fi
 
 # The kernels' small tests, file by file, first without the sanitizer, which leaves them compiled. Without PyTorch's pool
-# of memory each tensor has an allocation of its own, so the sanitizer sees what runs past its end.
+# of memory each tensor has an allocation of its own, so the sanitizer sees what runs past its end: that it does is seen
+# first, by a kernel that does run past its end. All reports go into one file.
 if wanted sanitizer; then
     SANITIZER=${SANITIZER:-$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | tail -1)}
     [[ -n $SANITIZER ]] || echo "no compute-sanitizer here: the tests run without it"
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    REPORT=$OUT/sanitizer.log
+    : >"$REPORT"
+    if [[ -n $SANITIZER ]]; then
+        part "past the end, sanitizer" "$SANITIZER_S" bash -c "'$SANITIZER' --tool memcheck --error-exitcode 9 \
+            $PYTHON bench/gpu/past_the_end.py >>'$REPORT' 2>&1"
+        [[ $? == 9 ]] && echo "the sanitizer sees what it should" || echo "THE SANITIZER IS BLIND: what follows says nothing"
+    fi
     for name in $SANITIZED; do
         SMALL="$PYTHON -m pytest -q -p no:xdist -p no:cacheprovider -W ignore tests/kernels/test_triton_$name.py"
-        part "$name" "$SANITIZER_S" bash -c "$SMALL >'$OUT/sanitizer-$name-plain.log' 2>&1"
-        tail -2 "$OUT/sanitizer-$name-plain.log" | cut -c1-220
+        part "$name" "$SANITIZER_S" bash -c "$SMALL >>'$REPORT' 2>&1"
+        tail -2 "$REPORT" | cut -c1-220
         [[ -n $SANITIZER ]] || continue
-        PYTORCH_NO_CUDA_MEMORY_CACHING=1 part "$name, sanitizer" "$((2 * SANITIZER_S))" bash -c "'$SANITIZER' --tool memcheck \
-            --error-exitcode 9 --log-file '$OUT/sanitizer-$name.log' $SMALL >'$OUT/sanitizer-$name-tests.log' 2>&1"
-        tail -2 "$OUT/sanitizer-$name-tests.log" | cut -c1-220
-        tail -2 "$OUT/sanitizer-$name.log" | cut -c1-220
+        part "$name, sanitizer" "$((2 * SANITIZER_S))" bash -c "'$SANITIZER' --tool memcheck --error-exitcode 9 \
+            $SMALL >>'$REPORT' 2>&1"
+        tail -3 "$REPORT" | cut -c1-220
     done
+    unset PYTORCH_NO_CUDA_MEMORY_CACHING
 fi
 
-wanted rebalance && part rebalance 90 $PYTHON bench/system/rebalance.py "${COMMON[@]}" --runtime local --residency 0.4 \
-    --split "${HTTP_SPLIT:-0.4}" --kv-tokens "$KV" --rounds "${ROUNDS:-20}" --ready-timeout 60 --out "$OUT/rebalance.json"
+wanted rebalance && part rebalance "${REBALANCE_S:-150}" $PYTHON bench/system/rebalance.py "${COMMON[@]}" --runtime "${REBALANCE_RUNTIME:-ray}" \
+    --residency 0.4 --split "${HTTP_SPLIT:-0.3}" --kv-tokens "$KV" --rounds "${ROUNDS:-20}" --ready-timeout 60 \
+    ${REBALANCE_OPTIONS:-} --out "$OUT/rebalance.json"
 
 wanted soak && part soak "$SOAK_S" $PYTHON bench/gpu/soak.py "${COMMON[@]}" $SOAK --seconds $(($(left) < SOAK_S ? $(left) - 4 : SOAK_S - 4)) \
     --out "$OUT/soak.json" | cut -c1-300

@@ -5,9 +5,14 @@
 
 An engine is launched (or found at ``--url``), its KV is filled with cached prefixes and its slots by decoding; then,
 while ``--streams`` requests decode, memory of ``--move`` is moved to KV and back by turns. For each change: the longest
-time between two tokens of any stream around it and in as long a time just before it, and the hit rate right after it
-and later at the same capacity. Beside them all times between tokens without changes, and how many graphs were captured
-(none may be; with ``--set elastic.mode=reallocate`` all are, every time).
+time between two tokens of any stream while it lasts, the same for times as long before and after it, in which nothing is
+changed, and the hit rate right after it and later at the same capacity.
+
+What a change costs (``gap_added_ms``) is its longest time less the median of those of the slower of both capacities:
+fewer slots make every step slower, which is not the change's doing. What the same arithmetic says of a time without a
+change is ``gap_added_by_nothing_ms``: the part of it that is the machine's. Beside them all times between tokens
+without changes, and how many graphs were captured (none may be; with ``--set elastic.mode=reallocate`` all are, every
+time).
 """
 
 from __future__ import annotations
@@ -36,8 +41,10 @@ from bench.system.decode import launch_flags
 from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.units import parse_bytes
 
-_AROUND_S = 0.05
+_AFTERWARDS_S = 0.05  # how long after its answer a change may still be felt
+_APART_S = 0.1  # between a change and times without one, so that no pause between tokens belongs to both
 _RIGHT_AFTER_S = 0.5
+_CONTROLS = 4  # times without a change, looked at before and after each change
 
 
 class TokenClock:
@@ -183,8 +190,11 @@ def _measure(arguments: argparse.Namespace, url: str, figures: dict[str, Any]) -
     done = [entry for entry in rounds if entry["status"] == 200 and entry["outcome"] == "done"]
     figures["done"] = len(done)
     if done:
-        for key in ("longest_gap_ms", "longest_gap_before_ms"):
-            figures[key] = _spread([entry[key] for entry in done])
+        figures["longest_gap_ms"] = _spread([entry["longest_gap_ms"] for entry in done])
+        figures["gap_added_ms"] = _spread([entry["gap_added_ms"] for entry in done])
+        figures["gap_added_by_nothing_ms"] = _spread(
+            [gap for entry in done for gap in entry["gaps_added_by_nothing_ms"]]
+        )
         figures["duration_ms"] = _spread([entry["duration_ms"] for entry in done])
         figures["hit_rate_lost"] = _spread([e["hit_rate_later"] - e["hit_rate_right_after"] for e in done])
     device = actor_metrics(url)["GpuExecutor"]
@@ -210,15 +220,22 @@ def _round(arguments: argparse.Namespace, url: str, clock: TokenClock, kv_tokens
     before = _uses(url)
     time.sleep(_RIGHT_AFTER_S)
     between = _uses(url)
-    time.sleep(max(arguments.pause - _RIGHT_AFTER_S, 0.5))
+    length_s = end - begin + _AFTERWARDS_S
+    time.sleep(max(arguments.pause - _RIGHT_AFTER_S, (_CONTROLS + 1) * length_s, 0.5))
     after = _uses(url)
-    length_s = end - begin + 2 * _AROUND_S
+    longest = clock.longest_gap(begin, length_s)
+    earlier = [clock.longest_gap(begin - _APART_S - n * length_s, length_s) for n in range(1, _CONTROLS + 1)]
+    later = [clock.longest_gap(end + _RIGHT_AFTER_S + n * length_s, length_s) for n in range(_CONTROLS)]
+    usual = max(statistics.median(earlier), statistics.median(later))
     entry = {
         "kv_tokens": kv_tokens,
         "status": status,
         "outcome": answer.get("outcome", answer.get("error", {}).get("message")),
-        "longest_gap_ms": clock.longest_gap(begin - _AROUND_S, length_s),
-        "longest_gap_before_ms": clock.longest_gap(begin - _AROUND_S - length_s, length_s),
+        "longest_gap_ms": longest,
+        "longest_gaps_before_ms": earlier,
+        "longest_gaps_after_ms": later,
+        "gap_added_ms": round(longest - usual, 3),
+        "gaps_added_by_nothing_ms": [round(gap - statistics.median(of), 3) for of in (earlier, later) for gap in of],
         "duration_ms": answer.get("duration_ms", 0.0),
         "moved_bytes": answer.get("moved_bytes", 0),
         "slots": answer.get("slots"),
