@@ -5,8 +5,8 @@
 
 An engine is launched (or found at ``--url``), its KV is filled with cached prefixes and its slots by decoding; then,
 while ``--streams`` requests decode, memory of ``--move`` is moved to KV and back by turns. For each change: the longest
-time between two tokens of any stream while it lasts, the same for times as long before and after it, in which nothing is
-changed, and the hit rate right after it and later at the same capacity.
+time between two tokens of any stream while it lasts, the same for times as long before and after it, in which nothing
+is changed, and the hit rate right after it and later at the same capacity.
 
 What a change costs (``gap_added_ms``) is its longest time less the median of those of the slower of both capacities:
 fewer slots make every step slower, which is not the change's doing. What the same arithmetic says of a time without a
