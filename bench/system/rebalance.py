@@ -22,6 +22,7 @@ import contextlib
 import http.client
 import itertools
 import json
+import math
 import random
 import statistics
 import sys
@@ -42,7 +43,6 @@ from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.units import parse_bytes
 
 _AFTERWARDS_S = 0.05  # how long after its answer a change may still be felt
-_APART_S = 0.1  # between a change and times without one, so that no pause between tokens belongs to both
 _RIGHT_AFTER_S = 0.5
 _CONTROLS = 4  # times without a change, looked at before and after each change
 
@@ -102,21 +102,25 @@ class TokenClock:
                 if self._stop.is_set():
                     return
 
-    def gaps(self, begin: float, end: float) -> list[float]:
-        """Milliseconds between tokens of one stream, for pairs that touch the time from ``begin`` to ``end``."""
+    def gaps(self, begin: float, end: float, *, after: float = -math.inf, before: float = math.inf) -> list[float]:
+        """Milliseconds between tokens of one stream, for pairs that touch the time from ``begin`` to ``end``.
+
+        Only those that lie between ``after`` and ``before`` with all their length.
+        """
         found = []
         for times in self.times:
             moments = list(times)
             found += [
                 1e3 * (later - earlier)
                 for earlier, later in itertools.pairwise(moments)
-                if later >= begin and earlier <= end
+                if later >= begin and earlier <= end and earlier >= after and later <= before
             ]
         return [gap for gap in found if gap == gap]
 
-    def longest_gap(self, begin: float, length_s: float) -> float:
+    def longest_gap(self, begin: float, length_s: float, **limits: float) -> float | None:
         """Milliseconds between two tokens of any stream, at most, for the time that begins there."""
-        return round(max(self.gaps(begin, begin + length_s), default=0.0), 3)
+        gaps = self.gaps(begin, begin + length_s, **limits)
+        return round(max(gaps), 3) if gaps else None
 
 
 def main() -> None:
@@ -223,19 +227,23 @@ def _round(arguments: argparse.Namespace, url: str, clock: TokenClock, kv_tokens
     length_s = end - begin + _AFTERWARDS_S
     time.sleep(max(arguments.pause - _RIGHT_AFTER_S, (_CONTROLS + 1) * length_s, 0.5))
     after = _uses(url)
+    felt_until = end + _AFTERWARDS_S
     longest = clock.longest_gap(begin, length_s)
-    earlier = [clock.longest_gap(begin - _APART_S - n * length_s, length_s) for n in range(1, _CONTROLS + 1)]
-    later = [clock.longest_gap(end + _RIGHT_AFTER_S + n * length_s, length_s) for n in range(_CONTROLS)]
-    usual = max(statistics.median(earlier), statistics.median(later))
+    earlier = [clock.longest_gap(begin - n * length_s, length_s, before=begin) for n in range(1, _CONTROLS + 1)]
+    later = [
+        clock.longest_gap(end + _RIGHT_AFTER_S + n * length_s, length_s, after=felt_until) for n in range(_CONTROLS)
+    ]
+    controls = [[gap for gap in gaps if gap is not None] for gaps in (earlier, later)]
+    usual = max((statistics.median(gaps) for gaps in controls if gaps), default=0.0)
     entry = {
         "kv_tokens": kv_tokens,
         "status": status,
         "outcome": answer.get("outcome", answer.get("error", {}).get("message")),
         "longest_gap_ms": longest,
-        "longest_gaps_before_ms": earlier,
-        "longest_gaps_after_ms": later,
-        "gap_added_ms": round(longest - usual, 3),
-        "gaps_added_by_nothing_ms": [round(gap - statistics.median(of), 3) for of in (earlier, later) for gap in of],
+        "longest_gaps_before_ms": controls[0],
+        "longest_gaps_after_ms": controls[1],
+        "gap_added_ms": round((longest or 0.0) - usual, 3),
+        "gaps_added_by_nothing_ms": [round(gap - statistics.median(gaps), 3) for gaps in controls for gap in gaps],
         "duration_ms": answer.get("duration_ms", 0.0),
         "moved_bytes": answer.get("moved_bytes", 0),
         "slots": answer.get("slots"),
