@@ -3,9 +3,9 @@
     python bench/system/split_simulated.py --out bench/results/split_simulated.json
 
 ``calibration`` compares the numbers of the H200 host with what was measured there: the fixed splits of
-gpu_split_h200.json (records were not divided by tiles then) and the runs of gpu_decode_h200.json. ``machines`` has, for
-each kind of routing and residency, microseconds of a layer without attention and the rest, and ``auto_of_best`` (of
-whole layers) by what auto believed at first. All times are of a virtual clock; the run takes about a minute.
+gpu_split_h200.json and the runs of gpu_decode_h200.json, both measured after the numbers were chosen. ``machines`` has,
+for each kind of routing and residency, microseconds of a layer without attention and the rest, and ``auto_of_best`` (of
+whole layers) by what auto believed at first. All times are of a virtual clock; the run takes a few minutes.
 """
 
 from __future__ import annotations
@@ -103,16 +103,15 @@ def line(row: dict[str, Any]) -> str:
 def calibrate() -> list[dict[str, Any]]:
     """Of the H200 host: milliseconds of a token, as measured and as simulated."""
     rows = []
-    split = json.loads((RESULTS / "gpu_split_h200.json").read_text())["figures"]["runs"][0]
-    measured = {
-        float(name.removeprefix("q=")): way["ms_per_token"]
-        for name, way in split["ways"].items()
-        if name.startswith("q=")
-    }
-    whole = Record(num_tiles=1)
-    found = compare(H200, split["resident"], Routing(), sorted(measured), {}, whole)
-    for share, ms in measured.items():
-        rows.append(_row("gpu_split_h200.json", split["residency"], share, ms, found.fixed[share].layer_us))
+    for run in json.loads((RESULTS / "gpu_split_h200.json").read_text())["figures"]["runs"]:
+        measured = {
+            float(name.removeprefix("q=")): way["ms_per_token"]
+            for name, way in run["ways"].items()
+            if name.startswith("q=")
+        }
+        found = compare(H200, run["resident"], Routing(), sorted(measured), {})
+        for share, ms in measured.items():
+            rows.append(_row("gpu_split_h200.json", run["residency"], share, ms, found.fixed[share].layer_us))
     for run in json.loads((RESULTS / "gpu_decode_h200.json").read_text())["figures"]["runs"]:
         found = compare(H200, run["residency"], Routing(), [run["split"]], {})
         layer_us = found.fixed[run["split"]].layer_us
