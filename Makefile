@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
+COMPUTING := tests/gpu/ tests/kernels/ tests/unit/ tests/contract/
 # torch comes from the default package index; TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the CPU build.
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev demo test ci format lint types layers native-test unit api actors e2e clients fix docs clean
+.PHONY: help install dev demo test ci python-test format lint types layers native-test unit api actors e2e clients fix docs clean
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,11 +42,14 @@ demo: $(VENV)/.demo ## Set up and run the demo: a real small model answers over 
 	$(BIN)/freetoken demo
 
 test: dev ## Set up and run every test (native, unit, actors, api, end to end)
-	$(MAKE) native-test
-	$(BIN)/python -m pytest -q
+	$(MAKE) native-test python-test
 
-ci: dev format lint types layers native-test ## Everything CI checks
-	$(BIN)/python -m pytest -q -p no:cacheprovider
+ci: dev format lint types layers native-test python-test ## Everything CI checks
+
+# Tests that only compute share the cores; those that start clusters and servers, and have time limits, run alone.
+python-test: dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider -n $(JOBS) --dist worksteal $(COMPUTING)
+	$(BIN)/python -m pytest -q -p no:cacheprovider $(filter-out $(COMPUTING) tests/fixtures/,$(wildcard tests/[a-z]*/))
 
 format: dev ## Formatting of Python and C++ (checked, not changed)
 	$(BIN)/ruff format --check .
