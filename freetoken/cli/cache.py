@@ -78,8 +78,8 @@ def _bytes(text: str) -> int:
 
 def _sentence(decision: dict[str, Any]) -> str:
     slots, tokens = decision["slots"], decision["kv_tokens"]
-    if decision["outcome"] == "unchanged":
-        return f"nothing to change: {slots['after']} slots, KV of {tokens['after']} tokens ({decision['reason']})"
+    if slots["before"] == slots["after"] and tokens["before"] == tokens["after"]:
+        return f"nothing has changed: {slots['after']} slots, KV of {tokens['after']} tokens ({decision['reason']})"
     return (
         f"slots {slots['before']} -> {slots['after']}, KV tokens {tokens['before']} -> {tokens['after']}; "
         f"{format_bytes(decision['moved_bytes'])} copied, {decision['duration_ms']:.1f} ms ({decision['reason']})"

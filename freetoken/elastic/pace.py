@@ -25,15 +25,21 @@ class ChangePace:
         self.changed_s = now_s
         self._direction = 0
 
-    def is_time(self, current: ArenaSplit, wanted: ArenaSplit, now_s: float, *, reallocates: bool) -> bool:
-        """Whether to change now; call it with every decision, also with those that want nothing."""
+    def held_back(self, current: ArenaSplit, wanted: ArenaSplit, now_s: float, *, reallocates: bool) -> str:
+        """Why not to change now; "" when it is time to, or nothing is wanted. Call it with every decision, also with
+        those that want nothing."""
         grown = wanted.kv_granules - current.kv_granules
         direction = (grown > 0) - (grown < 0)
         if direction != self._direction:
             self._direction, self._since_s = direction, now_s
         if direction == 0:
-            return False
-        if reallocates:
-            lasted = now_s - self._since_s >= PATIENCE_SHARE * self.reallocate_cooldown_s
-            return lasted and now_s - self.changed_s >= self.reallocate_cooldown_s
-        return direction > 0 or now_s - self.changed_s >= self.cooldown_s
+            return ""
+        lasted_s, rested_s = now_s - self._since_s, now_s - self.changed_s
+        patience_s = PATIENCE_SHARE * self.reallocate_cooldown_s
+        if reallocates and rested_s < self.reallocate_cooldown_s:
+            return f"changed {rested_s:.1f} s ago, elastic.reallocate_cooldown_s={self.reallocate_cooldown_s:g}"
+        if reallocates and lasted_s < patience_s:
+            return f"wanted for {lasted_s:.1f} s, {patience_s:g} s are needed for a change that allocates anew"
+        if not reallocates and direction < 0 and rested_s < self.cooldown_s:
+            return f"changed {rested_s:.1f} s ago, elastic.cooldown_s={self.cooldown_s:g}"
+        return ""

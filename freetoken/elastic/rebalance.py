@@ -13,6 +13,8 @@ from freetoken.units import format_bytes
 HELD_MARGIN_BLOCKS = 4
 """Blocks left beside those in use when KV shrinks: what running requests take until the change."""
 _NEGLIGIBLE_MS_PER_S = 0.01
+VERDICTS = ("asked", "kv_grows", "kv_is_full", "slots_worth_more", "slots_grow", "no_idle_kv", "small_gain")
+"""An operator's wish; then what ``plan_auto`` finds: two that change the division and four that do not."""
 
 
 def plan_rebalance(
@@ -114,11 +116,13 @@ class ElasticFigures:
 
 @dataclass(frozen=True, slots=True)
 class ElasticDecision:
-    """``split`` is what there should be; ``reason`` is a sentence with the numbers. ``slot_ms_per_s`` and
-    ``kv_ms_per_s``: milliseconds saved in each second by one more granule on that side (lost by one less)."""
+    """``split`` is what there should be; ``verdict`` (one of ``VERDICTS``) is the decision in a word, ``reason`` a
+    sentence with the numbers. ``slot_ms_per_s`` and ``kv_ms_per_s``: milliseconds saved in each second by one more
+    granule on that side (lost by one less)."""
 
     split: ArenaSplit
     trigger: str
+    verdict: str
     reason: str
     slot_ms_per_s: float = 0.0
     kv_ms_per_s: float = 0.0
@@ -180,10 +184,12 @@ def plan_auto(
             f"{granule} saves {value:.3g} ms/s as KV, {cost:.3g} ms/s as slots"
         )
         if target <= current.kv_granules:
-            return ElasticDecision(current, "kv_pressure", f"nothing: KV has all it can have; {numbers}", cost, value)
-        if value <= policy.advantage * cost:
-            return ElasticDecision(current, "kv_pressure", f"nothing: slots are worth more; {numbers}", cost, value)
-        return ElasticDecision(shape.split(target), "kv_pressure", f"KV grows: {numbers}", cost, value)
+            verdict, reason, split = "kv_is_full", "nothing: KV has all it can have; ", current
+        elif value <= policy.advantage * cost:
+            verdict, reason, split = "slots_worth_more", "nothing: slots are worth more; ", current
+        else:
+            verdict, reason, split = "kv_grows", "KV grows: ", shape.split(target)
+        return ElasticDecision(split, "kv_pressure", verdict, reason + numbers, cost, value)
     keep = max(
         shape.min_kv_granules,
         shape.granules_for_blocks(shape.context_blocks),  # or prompts that were good at the start would be refused
@@ -201,7 +207,9 @@ def plan_auto(
         f"{worth:.3g} ms/s as cached prefixes"
     )
     if shrink <= 0:
-        return ElasticDecision(current, "idle_kv", f"nothing: no KV is idle; {numbers}", gain, worth)
-    if gain <= max(policy.advantage * worth, _NEGLIGIBLE_MS_PER_S):
-        return ElasticDecision(current, "idle_kv", f"nothing: slots would gain too little; {numbers}", gain, worth)
-    return ElasticDecision(shape.split(current.kv_granules - shrink), "idle_kv", f"slots grow: {numbers}", gain, worth)
+        verdict, reason, split = "no_idle_kv", "nothing: no KV is idle; ", current
+    elif gain <= max(policy.advantage * worth, _NEGLIGIBLE_MS_PER_S):
+        verdict, reason, split = "small_gain", "nothing: slots would gain too little; ", current
+    else:
+        verdict, reason, split = "slots_grow", "slots grow: ", shape.split(current.kv_granules - shrink)
+    return ElasticDecision(split, "idle_kv", verdict, reason + numbers, gain, worth)

@@ -110,6 +110,11 @@ class ControllerService(Service):
         """See ``RouteTracing.trace``."""
         return await self.tracing.trace(wish)
 
+    async def resume(self) -> None:
+        """The epoch has begun."""
+        await super().resume()
+        self.rebalancer.epoch_begun()
+
     async def pause(self, reason: str) -> None:
         """The epoch is over."""
         await super().pause(reason)

@@ -10,8 +10,8 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
 from freetoken.costs import assumed_costs
 from freetoken.elastic.arena_shape import ArenaShape, ArenaSplit, plan_arena
@@ -24,6 +24,7 @@ from freetoken.elastic.rebalance import (
     plan_rebalance,
     price_of_miss_ms,
 )
+from freetoken.engine.decision_log import DecisionLog
 from freetoken.errors import CapacityError, PeerLostError, RebalanceBusyError
 from freetoken.experts.split import live_costs
 from freetoken.launch_spec import LaunchSpec
@@ -42,9 +43,10 @@ from freetoken.transport import Endpoint
 
 logger = logging.getLogger(__name__)
 
-HISTORY = 16
 PRESSURE_PAUSE_S = 1.0
 """Between two looks for lack of blocks."""
+MEASURED_S = 1.0
+"""What an operator wants decided is decided by the rates of at least so long."""
 
 COSTS = {
     "": "",
@@ -55,6 +57,7 @@ COSTS = {
 """What a change takes, by mode."""
 
 Metrics = Mapping[str, float]
+_COMPARED = (ActorName.EXPERT_CACHE, ActorName.KV_ALLOCATOR, ActorName.GPU_EXECUTOR, ActorName.SCHEDULER)
 
 
 class Rebalancer:
@@ -79,7 +82,7 @@ class Rebalancer:
         arena = plan_arena(spec)
         self.shape: ArenaShape | None = arena[0] if arena is not None else None
         self._policy = ElasticPolicy(advantage=spec.config.elastic.advantage)
-        self._history: deque[RebalanceRecord] = deque(maxlen=HISTORY)
+        self._decisions = DecisionLog()
         self._busy = False
         self._looking = False
         self._answer: asyncio.Future[ArenaResized] | None = None
@@ -90,8 +93,6 @@ class Rebalancer:
         self._before: tuple[float, dict[ActorName, Metrics]] | None = None
         self._loop: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[object]] = set()
-        self._counts = {"decisions": 0, "kv_pressure": 0, "idle_kv": 0, "request": 0, "failed": 0}
-        self._last_idle_reason = ""
         endpoint.on(ArenaResized, self._on_resized)
         endpoint.on(BlocksShort, self._on_short)
 
@@ -111,6 +112,11 @@ class Rebalancer:
         if tasks:
             await asyncio.wait(tasks)
 
+    def epoch_begun(self) -> None:
+        """Take the figures that the first decision compares its own with."""
+        if self.shape is not None:
+            self._spawn(self._take_reading(), "first figures")
+
     def epoch_ended(self) -> None:
         """What is under way will not be answered. Whether it was made shows in GpuExecutor's figures."""
         if self._answer is not None and not self._answer.done():
@@ -129,11 +135,10 @@ class Rebalancer:
         if not self._is_ready():
             raise RebalanceBusyError("the engine is not ready")
         with self._only_one():
-            metrics = self._metrics(await self._ask(0.0))
+            metrics = await (self._measure() if wish.auto else self._read())
             current = self._current(metrics)
             if wish.auto:
                 decision = plan_auto(self.shape, current, self._figures(metrics), self._policy)
-                self._counts["decisions"] += 1
                 decision = dataclasses.replace(decision, trigger="request")
             else:
                 split = plan_rebalance(
@@ -146,7 +151,7 @@ class Rebalancer:
                 asked = (
                     f"kv_tokens={wish.kv_tokens}" if wish.kv_tokens is not None else f"expert_bytes={wish.expert_bytes}"
                 )
-                decision = ElasticDecision(split, "request", f"an operator asked for {asked}")
+                decision = ElasticDecision(split, "request", "asked", f"an operator asked for {asked}")
             return await self._change(current, decision)
 
     def view(self) -> ElasticView:
@@ -158,8 +163,8 @@ class Rebalancer:
             busy=self._busy,
             granule_bytes=self.shape.granule_bytes if self.shape is not None else 0,
             granules=self.shape.num_granules if self.shape is not None else 0,
-            decisions=tuple(reversed(self._history)),
-            idle_reason=self._last_idle_reason,
+            decisions=tuple(reversed(self._decisions.records)),
+            idle_reason=self._decisions.idle_reason,
             mode=mode,
             cost=COSTS[mode],
         )
@@ -172,14 +177,8 @@ class Rebalancer:
         return "reallocate" if self._spec.config.elastic.mode == "reallocate" else "virtual"
 
     def metrics(self) -> dict[str, float]:
-        """Decisions and changes, by what called for them."""
-        counts = self._counts
-        return {
-            "rebalance_decisions_total": float(counts["decisions"]),
-            **{f"rebalances_{name}_total": float(counts[name]) for name in ("kv_pressure", "idle_kv", "request")},
-            "rebalances_failed_total": float(counts["failed"]),
-            "rebalance_busy": float(self._busy),
-        }
+        """See ``DecisionLog.metrics``; whether a change is under way."""
+        return {**self._decisions.metrics(), "rebalance_busy": float(self._busy)}
 
     # ------------------------------------------------------------------------------------------ decisions
 
@@ -189,9 +188,12 @@ class Rebalancer:
         pause_s = now_s - max(self._pace.changed_s, self._looked_s)
         if self._loop is not None and not self._busy and pause_s >= PRESSURE_PAUSE_S:
             self._looked_s = now_s
-            task: asyncio.Task[object] = spawn(self._decide(), "rebalancing under pressure")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._spawn(self._decide(), "rebalancing under pressure")
+
+    def _spawn(self, work: Coroutine[Any, Any, object], name: str) -> None:
+        task = spawn(work, name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _decide(self) -> None:
         shape = self.shape
@@ -199,29 +201,48 @@ class Rebalancer:
             return
         self._looking = True
         try:
-            metrics = self._metrics(await self._ask(0.0))
+            if self._before is None:  # of an epoch that began before this Controller
+                await self._take_reading()
+                return
+            metrics = await self._read()
             current = self._current(metrics)
             decision = plan_auto(shape, current, self._figures(metrics), self._policy)
-            self._counts["decisions"] += 1
             reallocates = _mode(metrics[ActorName.GPU_EXECUTOR]) == "reallocate"
-            is_time = self._pace.is_time(current, decision.split, time.monotonic(), reallocates=reallocates)
-            if decision.split == current:
-                self._last_idle_reason = decision.reason
-            elif self._busy:  # an operator was quicker
-                return
-            elif is_time:
+            held_back = self._pace.held_back(current, decision.split, time.monotonic(), reallocates=reallocates)
+            if decision.split == current or held_back:
+                self._decisions.passed(shape, current, decision, held_back)
+            elif not self._busy:  # or an operator was quicker
                 with self._only_one():
                     await self._change(current, decision)
-        except (CapacityError, KeyError) as error:  # an actor has no figures: it is being replaced
+        except (CapacityError, RebalanceBusyError, KeyError) as error:  # an actor without figures is being replaced
             logger.info("event=no_decision why=%r", str(error))
         finally:
             self._looking = False
 
+    async def _read(self) -> dict[ActorName, Metrics]:
+        return {status.name: status.metrics for status in await self._ask(0.0)}
+
+    async def _take_reading(self) -> None:
+        epoch, metrics = self._epoch(), await self._read()
+        if self._before is None and self._epoch() == epoch and all(metrics.get(name) for name in _COMPARED):
+            self._before = (time.monotonic(), metrics)
+
+    async def _measure(self) -> dict[ActorName, Metrics]:
+        """Figures that lie ``MEASURED_S`` or more after those before."""
+        while self._before is None or time.monotonic() - self._before[0] < MEASURED_S:
+            if not self._is_ready():
+                raise RebalanceBusyError("the engine is not ready")
+            if self._before is None:
+                await self._take_reading()
+            await asyncio.sleep(MEASURED_S / 10)
+        return await self._read()
+
     def _figures(self, metrics: Mapping[ActorName, Metrics]) -> ElasticFigures:
         now_s = time.monotonic()
-        before, self._before = self._before, (now_s, dict(metrics))
-        elapsed_s = max(now_s - before[0], 1e-3) if before is not None else 1.0
-        old = before[1] if before is not None else metrics
+        if self._before is None:
+            raise RebalanceBusyError("a new epoch began while figures were taken")
+        (before_s, old), self._before = self._before, (now_s, dict(metrics))
+        elapsed_s = max(now_s - before_s, 1e-3)
 
         def rate(name: ActorName, key: str) -> float:
             return max(0.0, metrics[name].get(key, 0.0) - old[name].get(key, 0.0)) / elapsed_s
@@ -254,10 +275,6 @@ class Rebalancer:
             costs, self._spec.plan.slot_stride_bytes, model.num_experts_per_tok, hit_ratio, fraction
         )
 
-    @staticmethod
-    def _metrics(statuses: Sequence[ActorStatus]) -> dict[ActorName, Metrics]:
-        return {status.name: status.metrics for status in statuses}
-
     def _current(self, metrics: Mapping[ActorName, Metrics]) -> ArenaSplit:
         device = metrics[ActorName.GPU_EXECUTOR]
         if not device.get("elastic"):
@@ -281,31 +298,10 @@ class Rebalancer:
         outcome, moved_bytes = "unchanged", 0
         if split != current:
             outcome, moved_bytes = await self._resize(split)
-        after = split if outcome == "done" else current
-        record = RebalanceRecord(
-            time_s=time.time(),
-            trigger=decision.trigger,
-            reason=decision.reason,
-            outcome=outcome,
-            slots_before=shape.slots_in(current.slot_granules),
-            slots_after=shape.slots_in(after.slot_granules),
-            kv_tokens_before=shape.blocks_in(current.kv_granules) * shape.block_size,
-            kv_tokens_after=shape.blocks_in(after.kv_granules) * shape.block_size,
-            slot_ms_per_s=decision.slot_ms_per_s,
-            kv_ms_per_s=decision.kv_ms_per_s,
-            moved_bytes=moved_bytes,
-            duration_ms=(time.monotonic() - begun_s) * 1e3,
-        )
-        self._history.append(record)
         if split != current:
             self._pace.changed(time.monotonic())
-            self._counts[decision.trigger if outcome == "done" else "failed"] += 1
-        logger.info(
-            "event=rebalance trigger=%s outcome=%r slots=%d->%d kv_tokens=%d->%d moved_bytes=%d ms=%.1f reason=%r",
-            record.trigger, outcome, record.slots_before, record.slots_after, record.kv_tokens_before,
-            record.kv_tokens_after, moved_bytes, record.duration_ms, record.reason,
-        )  # fmt: skip
-        return record
+        duration_ms = (time.monotonic() - begun_s) * 1e3
+        return self._decisions.decided(shape, current, decision, outcome, moved_bytes, duration_ms)
 
     async def _resize(self, split: ArenaSplit) -> tuple[str, int]:
         """ "done", or why not; bytes copied."""

@@ -120,7 +120,8 @@ class RebalanceWish:
 
 @dataclass(frozen=True, slots=True)
 class RebalanceRecord:
-    """One decision and what became of it. ``outcome`` is "done", "unchanged", or why it failed (all is as before then).
+    """One decision and what became of it. ``outcome`` is "done", "unchanged", "held back: " and why, or why it failed
+    (all is as before then).
     ``slot_ms_per_s`` and ``kv_ms_per_s``: what one more granule on that side was estimated to save."""
 
     time_s: float

@@ -87,6 +87,7 @@ def test_automatic_decisions_keep_the_rules(shape: ArenaShape, found: ElasticFig
         assert decision.trigger == "idle_kv" and found.starved_blocks == 0
         assert shape.blocks_in(decision.split.kv_granules) > found.peak_held_blocks
     assert (decision.split == current) == decision.reason.startswith("nothing")
+    assert (decision.split != current) == (decision.verdict in ("kv_grows", "slots_grow"))
 
 
 def test_the_value_named_in_an_error_works() -> None:

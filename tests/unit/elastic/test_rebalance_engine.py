@@ -23,6 +23,7 @@ from freetoken.engine.phases import Phase
 from freetoken.engine.prepare import prepare_launch
 from freetoken.engine.rebalancer import Rebalancer
 from freetoken.errors import CapacityError, FreeTokenError
+from freetoken.experts.slot_worth import SlotWorth
 from freetoken.launch_spec import LaunchSpec
 from freetoken.messages import (
     ActorName,
@@ -257,9 +258,8 @@ async def test_one_of_two_at_once_gets_409(checkpoint: Path) -> None:
         engine.check()
 
 
-async def test_when_memory_cannot_be_mapped_the_old_division_serves(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kv_tokens", [1700, 1000], ids=["kv grows", "slots grow"])
+async def test_when_memory_cannot_be_mapped_the_old_division_serves(checkpoint: Path, kv_tokens: int) -> None:
     async with running(launch(checkpoint)) as engine:
         expected = await asyncio.gather(*(engine.complete(prompt, 30) for prompt in PROMPTS))
         granules = engine.service(ActorName.GPU_EXECUTOR)._arena.pools.granules
@@ -282,7 +282,7 @@ async def test_when_memory_cannot_be_mapped_the_old_division_serves(
         for fail_at in range(1, 200):
             calls, failing.fail_at = 0, fail_at
             before = (await engine.get("/v1/cache/status"))["experts"]["slots"]
-            code, answer = await engine.post({"kv_tokens": 1700})
+            code, answer = await engine.post({"kv_tokens": kv_tokens})
             outcomes.append(code)
             if code == 200:
                 break
@@ -433,6 +433,40 @@ async def test_idle_kv_goes_to_slots_by_itself(checkpoint: Path, monkeypatch: py
             raise AssertionError(engine.runtime.controller.rebalancer.view())
         assert decisions[0].slots_after > decisions[0].slots_before
         await engine.check_between_changes()
+
+
+async def test_the_first_wish_for_auto_goes_by_figures(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rebalancer, "_miss_ms", lambda rebalancer, experts: 1.0)
+    async with running(launch(checkpoint, kv={"num_tokens": 1536, "prefix_cache": False})) as engine:
+        await asyncio.gather(*(engine.complete(prompt, 20) for prompt in PROMPTS))
+        code, answer = await engine.post({"auto": True})
+        assert code == 200 and answer["outcome"] == "done", answer
+        assert answer["slots"]["after"] > answer["slots"]["before"] and answer["slot_ms_per_s"] > 0.01
+        await engine.check_between_changes()
+        await engine.runtime.controller.supervisor._attempt()  # a new epoch
+        await asyncio.gather(*(engine.complete(prompt, 20) for prompt in PROMPTS))
+        code, answer = await engine.post({"auto": True})
+        assert code == 200 and answer["slot_ms_per_s"] > 0.01, answer
+        async with engine.session.get(engine.url + "/metrics") as response:
+            page = await response.text()
+        assert "freetoken_controller_last_decision_trigger_request 1.0" in page
+        assert "freetoken_controller_rebalance_decisions_slots_grow_total" in page
+
+
+async def test_requests_that_starve_for_slots_that_are_worth_more_are_told_of(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Rebalancer, "_miss_ms", lambda rebalancer, experts: 1e6)
+    monkeypatch.setattr(SlotWorth, "figures", lambda worth, table, slots: {"hit_estimate": 0.5})
+    spec = launch(
+        checkpoint, kv={"num_tokens": 256}, elastic={"interval_s": 0.05, "cooldown_s": 0.0}, max_context_tokens=200
+    )
+    async with running(spec) as engine:
+        await asyncio.gather(*(engine.complete(prompt, 100) for prompt in PROMPTS * 2))
+        decisions = (await engine.get("/v1/cache/status"))["elastic"]["decisions"]
+        kept = [d for d in decisions if d["outcome"] == "unchanged" and "slots are worth more" in d["reason"]]
+        assert len(kept) == 1 and kept[0]["trigger"] == "kv_pressure", decisions
+        assert engine.runtime.controller.metrics()["rebalance_decisions_slots_worth_more_total"] >= 1
 
 
 async def test_the_command_line_asks_the_same(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
