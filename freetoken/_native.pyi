@@ -571,8 +571,11 @@ class CacheServer:
     def set_auto_split(self, costs: SplitCosts) -> None:
         """From the next publish on, split by live rates, which begin as ``costs``."""
 
+    def watch_rates(self, costs: SplitCosts) -> None:
+        """Measure rates, which begin as ``costs``, also beside a fixed share: when its plan is out."""
+
     def split_status(self) -> dict[str, Any] | None:
-        """Of decode steps (up to 16 tokens) under ``set_auto_split``, else None; keys as ``SplitPlanner.status``."""
+        """Of decode steps (up to 16 tokens), keys as ``SplitPlanner.status``; None while no rates are measured."""
 
     # Of the table it owns, as there; any thread, and but for `empty` any time.
     def vacate(self, num_slots: int) -> Vacated: ...

@@ -253,6 +253,7 @@ void bind_servers(py::module_& m) {
       .def("rest", &CacheServer::rest)
       .def("set_fetch_fraction", &CacheServer::set_fetch_fraction, py::arg("fraction"))
       .def("set_auto_split", &CacheServer::set_auto_split, py::arg("costs"))
+      .def("watch_rates", &CacheServer::watch_rates, py::arg("costs"))
       .def("split_status",
            [](const CacheServer& server) -> py::object {
              const std::optional<SplitPlanner::Status> status = server.split_status();

@@ -99,6 +99,7 @@ void bind_split(py::module_& m) {
       .def(py::init<const SplitCosts&>(), py::arg("costs"))
       .def("choose", &choose_split, py::arg("miss_routes"), py::arg("record_bytes"), py::arg("num_hits") = 0,
            py::arg("hit_extra") = 0, py::arg("num_fetchable") = -1, py::arg("num_free_slots") = 0)
+      .def("follow", &SplitPlanner::follow, py::arg("shares"))
       .def(
           "observe",
           [](SplitPlanner& planner, const LayerShares& shares, double device_ns, double cpu_ns, double wait_ns,

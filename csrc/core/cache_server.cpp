@@ -93,16 +93,29 @@ void CacheServer::set_fetch_fraction(double fraction) {
 }
 
 void CacheServer::set_auto_split(const SplitCosts& costs) {
+  set_splits(costs);
+  auto_split_.store(true, std::memory_order_seq_cst);
+}
+
+void CacheServer::watch_rates(const SplitCosts& costs) { set_splits(costs); }
+
+void CacheServer::set_splits(const SplitCosts& costs) {
   auto next = std::make_unique<Splits>(costs);
   std::lock_guard lock(split_mutex_);
   next_splits_ = std::move(next);
   shown_split_ = next_splits_->decode.status();
   has_next_split_.store(true, std::memory_order_seq_cst);
-  auto_split_.store(true, std::memory_order_seq_cst);
+}
+
+void CacheServer::take_next_splits() {
+  if (!has_next_split_.load(std::memory_order_relaxed)) return;
+  std::unique_lock lock(split_mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) return;
+  splits_ = std::move(next_splits_);
+  has_next_split_.store(false, std::memory_order_relaxed);
 }
 
 std::optional<SplitPlanner::Status> CacheServer::split_status() const {
-  if (!auto_split_.load(std::memory_order_seq_cst)) return std::nullopt;
   std::lock_guard lock(split_mutex_);
   return shown_split_;
 }
@@ -110,13 +123,7 @@ std::optional<SplitPlanner::Status> CacheServer::split_status() const {
 // Null while the share is fixed.
 SplitPlanner* CacheServer::current_split(const PublishView& publish) {
   if (!auto_split_.load(std::memory_order_relaxed)) return nullptr;
-  if (has_next_split_.load(std::memory_order_relaxed)) {
-    std::unique_lock lock(split_mutex_, std::try_to_lock);
-    if (lock.owns_lock()) {
-      splits_ = std::move(next_splits_);
-      has_next_split_.store(false, std::memory_order_relaxed);
-    }
-  }
+  take_next_splits();
   return splits_ != nullptr ? &splits_->of(publish.num_tokens) : nullptr;
 }
 
@@ -215,6 +222,7 @@ bool CacheServer::answer(std::uint32_t seq) {
               request.num_tokens <= kDecodeTokens  // with more, part of a record is nothing
           ? num_tiles_[request.layer]
           : 1};
+  SplitPlanner* const split = current_split(publish);
   AbortReason refusal = AbortReason::kNone;
   const bool wants_rows = (request.flags & kDeterministic) != 0;
   if (request.seq != seq || (wants_rows && mailbox_->geometry().route_rows == 0)) {
@@ -223,7 +231,7 @@ bool CacheServer::answer(std::uint32_t seq) {
     refusal = AbortReason::kNoBell;  // this publish was found by chance
   } else {
     refusal = planner_.plan(publish, *slots_, fetch_fraction_.load(std::memory_order_relaxed), in_place_, header,
-                            mailbox_->entries(), mailbox_->routes(), current_split(publish));
+                            mailbox_->entries(), mailbox_->routes(), split);
   }
   if (refusal != AbortReason::kNone) {
     mailbox_->abort(refusal);
@@ -276,6 +284,10 @@ bool CacheServer::answer(std::uint32_t seq) {
                             plan.num_cpu,
                             planned_ns,
                             publish.device_only ? LayerShares{} : planner_.shares()};
+  if (split == nullptr) {
+    take_next_splits();
+    if (splits_ != nullptr) splits_->of(publish.num_tokens).follow(previous_.shares);
+  }
   show_split();
   return true;
 }

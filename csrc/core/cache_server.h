@@ -70,12 +70,13 @@ class CacheServer {
   void notice() { wait_.notice(mailbox_->req().bell); }
   void rest() { wait_.rest(); }
 
-  // The split from the next publish on: a fixed share of the misses, or by live rates that start as `costs`. Any
-  // thread, any time. Throw std::invalid_argument.
+  // The split from the next publish on: a fixed share of the misses, or by live rates that start as `costs`. With
+  // watch_rates they are measured from then on beside a fixed share too, when the plan is out. Any thread, any time.
+  // Throw std::invalid_argument.
   void set_fetch_fraction(double fraction);
   void set_auto_split(const SplitCosts& costs);
-  // Of the split of decode steps by live rates, as of a recent publish; nothing while the share is fixed. Any thread,
-  // any time.
+  void watch_rates(const SplitCosts& costs);
+  // Of decode steps, as of a recent publish; nothing while no rates are measured. Any thread, any time.
   std::optional<SplitPlanner::Status> split_status() const;
   // SlotTable's, while a server owns it: between two publishes. Any thread, any time.
   Vacated vacate(int num_slots);
@@ -106,6 +107,8 @@ class CacheServer {
     LayerShares shares;           // empty when the split had no say
   };
 
+  void set_splits(const SplitCosts& costs);
+  void take_next_splits();
   SplitPlanner* current_split(const PublishView& publish);
   void observe_split(const LayerTiming& timing);
   void show_split();
@@ -140,7 +143,7 @@ class CacheServer {
     SplitPlanner decode, prefill;
   };
   std::unique_ptr<Splits> next_splits_;
-  SplitPlanner::Status shown_split_;
+  std::optional<SplitPlanner::Status> shown_split_;
   std::atomic<bool> has_next_split_{false};
   std::atomic<bool> auto_split_{false};
   std::unique_ptr<Splits> splits_;  // of the server thread

@@ -174,10 +174,21 @@ SplitPlanner::Choice SplitPlanner::choose(const LayerWork& work) {
     saved_ns_ += kProbeShare * choice_ns(work, choice);
     choice = probe(work, choice);
   }
-  status_.mean_misses += kShown * (misses - status_.mean_misses);
-  status_.mean_fetches += kShown * (static_cast<double>(choice.tiles) / work.num_tiles - status_.mean_fetches);
-  status_.predicted_ns += kShown * (choice_ns(work, choice) - status_.predicted_ns);
+  show_layer(misses, static_cast<double>(choice.tiles) / work.num_tiles, choice_ns(work, choice));
   return choice;
+}
+
+void SplitPlanner::follow(const LayerShares& shares) {
+  const int misses = shares.num_fetches + shares.num_cpu + (shares.is_split() ? 1 : 0);
+  if (misses == 0) return;
+  ++status_.layers;
+  show_layer(misses, shares.num_fetches + shares.split_part, layer_ns(shares, status_.live));
+}
+
+void SplitPlanner::show_layer(double misses, double fetches, double predicted_ns) {
+  status_.mean_misses += kShown * (misses - status_.mean_misses);
+  status_.mean_fetches += kShown * (fetches - status_.mean_fetches);
+  status_.predicted_ns += kShown * (predicted_ns - status_.predicted_ns);
 }
 
 SplitPlanner::Choice SplitPlanner::whole_records(const LayerWork& work, int num_fetches) {

@@ -111,6 +111,8 @@ class SplitPlanner {
     int tiles = 0;
   };
   Choice choose(const LayerWork& work);
+  // Instead of choose(), where another decided: counts the layer, if anything was missing.
+  void follow(const LayerShares& shares);
   void observe(const SplitTiming& timing);
 
   const SplitCosts& costs() const { return costs_; }
@@ -137,6 +139,7 @@ class SplitPlanner {
   bool device_works(const LayerShares& shares) const;
   double hits_ns(const LayerShares& shares) const;
   double device_end_ns(const LayerShares& shares, const Factors& factors) const;
+  void show_layer(double misses, double fetches, double predicted_ns);
   void settle_probe(const LayerShares& shares, double layer_ns);
   void learn_device(const SplitTiming& timing);
   void learn_answer(const SplitTiming& timing);

@@ -327,6 +327,27 @@ void test_hits_have_a_rate_of_their_own() {
   CHECK(planner.status().mean_fetches < 0.02 * planner.status().mean_misses);
 }
 
+// Rates come from timings alone, whoever decides.
+void test_follows_the_decisions_of_others() {
+  SplitPlanner planner(usual_costs());
+  World world;
+  world.fetch = 4.0;
+  world.cpu = 0.5;
+  const LayerShares shares{.num_fetches = 2, .num_cpu = 4, .record_bytes = 1e6};
+  for (int i = 0; i < 2000; ++i) {
+    planner.follow(shares);
+    planner.follow(LayerShares{.num_hits = 8, .record_bytes = 1e6});  // nothing was missing
+    planner.observe(world.time(planner, shares));
+  }
+  const SplitPlanner::Status& status = planner.status();
+  CHECK(status.layers == 2000 && status.changes == 0 && status.probes == 0);
+  CHECK(std::abs(status.live[SplitPlanner::kFetchBeside] - 4.0) < 0.2);
+  CHECK(std::abs(status.live[SplitPlanner::kCpuBeside] - 0.5) < 0.05);
+  CHECK(std::abs(status.mean_misses - 6.0) < 0.01 && std::abs(status.mean_fetches - 2.0) < 0.01);
+  CHECK(std::abs(status.predicted_ns / status.measured_ns - 1.0) < 0.05);
+  CHECK(status.applied[SplitPlanner::kFetchBeside] == 1.0);
+}
+
 void test_free_slots_are_filled() {
   SplitPlanner planner(usual_costs());
   const std::vector<std::int32_t> routes(6, 1);
@@ -369,6 +390,7 @@ int main() {
   test_handoff();
   test_late_answers_are_forgotten();
   test_hits_have_a_rate_of_their_own();
+  test_follows_the_decisions_of_others();
   test_free_slots_are_filled();
   test_refusals();
 }

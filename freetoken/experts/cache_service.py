@@ -224,14 +224,15 @@ class ExpertCacheService(Service):
 
     def _apply_split(self, server: CacheServer) -> None:
         fraction = self.fetch_fraction
+        self._split_changes = 0
         if fraction is None:
-            self._split_changes = 0
             server.set_auto_split(native_costs(self.costs))
         else:
             server.set_fetch_fraction(fraction)
+            server.watch_rates(native_costs(self.costs))
 
     def _split_figures(self, server: CacheServer | None) -> dict[str, float]:
-        """Of the split by live rates; logs the newest change."""
+        """Live rates and the split; logs the newest change."""
         status = server.split_status() if server is not None else None
         if status is None:
             return {}
@@ -430,7 +431,7 @@ class ExpertCacheService(Service):
             return status
         if split is None:
             return dataclasses.replace(status, detail=f"split={self.split}")
-        detail = f"split=auto mode={split_mode(split['mean_misses'], split['mean_fetches'])}"
+        detail = f"split={self.split} mode={split_mode(split['mean_misses'], split['mean_fetches'])}"
         if split["changes"]:
             detail += f" last change: {describe_change(self.costs, split['last_change'])}"
         return dataclasses.replace(status, detail=detail)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from freetoken import _native
+from freetoken.costs import assumed_costs
+from freetoken.experts.split import native_costs
 from freetoken.testing.expert_bank import ExpertBank
 
 L, E, K, H, MAX_TOKENS = 3, 8, 2, 48, 6
@@ -165,6 +167,27 @@ def test_fetch_fraction_can_change_while_serving(bank, make_group):
     assert group.cache.counters()["cpu"] == before > 0
     with pytest.raises(ValueError, match=r"1\.5"):
         group.cache.set_fetch_fraction(1.5)
+
+
+def test_rates_are_measured_beside_a_fixed_share_that_they_do_not_change(bank, make_group):
+    planned = []
+    for watched in (False, True):
+        group = make_group(num_slots=0, fraction=0.5).start()
+        if watched:
+            group.cache.watch_rates(native_costs(assumed_costs("cpu")))
+        batch = bank.random_batch(np.random.default_rng(4), 4, K)
+        for step in range(20):
+            group.forward(step % L, batch)
+        planned.append({name: group.cache.counters()[name] for name in ("hits", "fetches", "cpu", "admitted", "split")})
+        status = group.cache.split_status()
+        if not watched:
+            assert status is None
+            continue
+        assert min(status["timings"][1], status["timings"][3]) >= 15  # of both beside each other
+        assert status["live"][1] != 1.0 != status["live"][3]
+        assert status["layers"] >= 19 and status["probes"] == status["changes"] == 0
+        assert 0 < status["mean_fetches"] < status["mean_misses"] and status["measured_ns"] > 0
+    assert planned[0] == planned[1]
 
 
 def test_bad_arguments_name_themselves_and_publish_nothing(bank, make_group):

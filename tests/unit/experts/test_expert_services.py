@@ -98,6 +98,9 @@ async def test_the_split_can_be_set_and_stays(make_peers):
     await check_layers(peers)
     metrics = peers.cache.metrics()
     assert metrics["cpu_total"] == on_cpu > 0 and metrics["fetches_total"] > 0 and metrics["fetch_fraction"] == 1.0
+    assert metrics["split_auto"] == 0.0 and metrics["split_fetch_only"] == 1.0
+    assert metrics["split_timings_total"] > 0 and metrics["split_fetch_gbps"] > 0 and metrics["split_cpu_gbps"] > 0
+    assert peers.cache.status().detail == "split=q=1 mode=fetch"
 
 
 async def test_what_the_device_cannot_fetch_stays_on_the_cpu(make_peers, caplog):
