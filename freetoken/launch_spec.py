@@ -14,7 +14,8 @@ from freetoken.quant.record import RecordLayout
 class ResolvedPlan:
     """The boot plan's outcome; all numbers final. ``in_place``: no VRAM budget on the CPU device, so the device reads
     every record from the store and there are no slots. ``staging_bytes``: of a GPU, for prefill. ``costs``: what misses
-    cost, as far as it was measured; None: assume."""
+    cost, as far as it was measured; None: assume. ``budget_bytes``: of the device, as set or as found free on the card;
+    None: it has none of its own."""
 
     kv_block_size: int
     num_kv_blocks: int
@@ -34,6 +35,7 @@ class ResolvedPlan:
     in_place: bool = False
     staging_bytes: int = 0
     costs: CostModel | None = None
+    budget_bytes: int | None = None
 
     @property
     def kv_capacity_tokens(self) -> int:

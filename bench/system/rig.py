@@ -161,7 +161,7 @@ def plan_rig(checkpoint: Path, settings: dict[str, Any], residency: float | None
     config = EngineConfig(**merge({"model": str(checkpoint), "vram": vram}, settings))
     machine = dataclasses.replace(read_machine(), available_bytes=_PLENTY)
     if vram is None:
-        machine = read_machine()
+        machine = read_machine(config.device)
     spec = plan_launch(config, checkpoint, machine)
     plan = spec.plan
     threads = config.executor.cpu_threads

@@ -98,9 +98,8 @@ def _show(console: Console, status: dict[str, Any]) -> None:
     table.add_row("KV tokens", f"{kv['capacity_tokens']:.0f}", size, f"{held:.0f}")
     console.print(table)
     if not elastic["elastic"]:
-        console.print(
-            "memory cannot move between them (it takes a --vram budget, elastic.enabled, and elastic.mode=auto)"
-        )
+        why = f"memory cannot move between them: {elastic['idle_reason']}"
+        console.print(why, markup=False, highlight=False, soft_wrap=True)
         return
     budget = format_bytes(elastic["granules"] * elastic["granule_bytes"])
     how = "by itself and on request" if elastic["auto"] else "on request"

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from freetoken.units import parse_bytes
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0, le=1 << 62)]
 
 
 class _Section(BaseModel):
@@ -98,7 +98,9 @@ class KVConfig(_Section):
     """Key/value cache."""
 
     block_size: int = Field(16, ge=1, le=256, description="Tokens in a block.")
-    num_tokens: int | None = Field(None, ge=1, description="Capacity in tokens; unset lets the boot plan choose.")
+    num_tokens: int | None = Field(
+        None, ge=1, le=1 << 40, description="Capacity in tokens; unset lets the boot plan choose."
+    )
     dtype: Literal["auto", "f32", "bf16"] = Field("auto", description="auto follows the model's dtype.")
     prefix_cache: bool = Field(True, description="Reuse the KV of common prefixes.")
 
@@ -185,7 +187,7 @@ class ExecutorConfig(_Section):
 
 
 class ElasticConfig(_Section):
-    """Memory that moves between expert slots and KV while serving; where there is a ``vram`` budget."""
+    """Memory that moves between expert slots and KV while serving; where the device has a budget."""
 
     enabled: bool = Field(True, description="Build the arena so that its pools can trade memory.")
     mode: Literal["auto", "virtual", "reallocate"] = Field(
@@ -246,9 +248,13 @@ class EngineConfig(_Section):
     device: Literal["cpu", "cuda"] = Field("cpu", description="Where dense layers and cached experts run.")
     runtime: Literal["ray", "local"] = Field("ray", description="Actors on Ray, or all in one process.")
     vram: Bytes | None = Field(
-        None, description="Device memory budget; on the CPU device unset means experts are read in place."
+        None,
+        description="Device memory budget. Unset: on a GPU what is free on the card, less 512 MiB; on the CPU device "
+        "experts are read in place.",
     )
-    max_context_tokens: int | None = Field(None, ge=2, description="Context length limit; defaults to the model's.")
+    max_context_tokens: int | None = Field(
+        None, ge=2, le=1 << 40, description="Context length limit; defaults to the model's."
+    )
     deterministic: bool = Field(
         False,
         description="Bitwise equal outputs whatever batch, chunking, cache state and split (CPU device).",

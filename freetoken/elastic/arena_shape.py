@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 from freetoken.config import EngineConfig
 from freetoken.launch_spec import LaunchSpec, ResolvedPlan
+from freetoken.models.spec import ModelSpec
 from freetoken.units import align_up
 
 DEFAULT_GRANULE_BYTES = 32 << 20
 """Moving 1 GiB from pool to pool takes 2 ms in granules of this size on an H200, 29 ms in granules of 2 MiB."""
 CUDA_ALIGNMENT_BYTES = 2 << 20
 HOST_ALIGNMENT_BYTES = 4096
-_LEAST_GRANULES = 16
+LEAST_GRANULES = 16
+"""With fewer, nothing is traded."""
 _MIN_GRANULES = 64
 """Small budgets get smaller granules, until so many fit: what cannot be dealt is lost."""
 
@@ -95,24 +97,40 @@ class ArenaShape:
 
 def is_elastic(config: EngineConfig, plan: ResolvedPlan) -> bool:
     """Whether pools trade memory: with a budget, and slots to trade with."""
-    return config.elastic.enabled and config.vram is not None and plan.num_slots > 0
+    return config.elastic.enabled and plan.budget_bytes is not None and plan.num_slots > 0
+
+
+def why_rigid(config: EngineConfig, model: ModelSpec, plan: ResolvedPlan) -> str:
+    """Why slots and KV of a launch share no memory; "" where they do."""
+    if not model.is_moe:
+        return "the model has no experts"
+    if plan.budget_bytes is None:
+        return "there is no VRAM budget (--vram), and experts are read in place"
+    if not config.elastic.enabled:
+        return "elastic.enabled is false"
+    if divide_arena(config, model, plan) is None:
+        return (
+            f"--vram leaves {plan.num_slots} expert slots beside KV of {plan.kv_capacity_tokens} tokens, too little to "
+            f"trade; a larger --vram or a smaller kv.num_tokens is needed"
+        )
+    return ""
 
 
 def plan_arena(spec: LaunchSpec) -> tuple[ArenaShape, ArenaSplit] | None:
-    """The arena of a launch and how it begins; None where it is not elastic.
+    """The arena of a launch and how it begins; None where it is not elastic, see ``why_rigid``."""
+    return divide_arena(spec.config, spec.model, spec.plan)
 
-    The budget is what the boot plan gave to slots and KV, in whole granules that fit ``vram``; KV gets what was planned
-    for it, slots the rest. None too when so few granules remain that nothing could be traded.
-    """
-    config, plan, model = spec.config, spec.plan, spec.model
-    if not is_elastic(config, plan):
+
+def divide_arena(config: EngineConfig, model: ModelSpec, plan: ResolvedPlan) -> tuple[ArenaShape, ArenaSplit] | None:
+    """The budget is what the boot plan gave to slots and KV, in whole granules that fit the device's; KV gets what was
+    planned for it, slots the rest. None too when so few granules remain that nothing could be traded."""
+    if not is_elastic(config, plan) or plan.budget_bytes is None:
         return None
     block_bytes = plan.kv_block_size * model.kv_bytes_per_token({"f32": 4, "bf16": 2}[plan.kv_dtype])
     total = plan.num_slots * plan.slot_stride_bytes + plan.num_kv_blocks * block_bytes
-    alignment = CUDA_ALIGNMENT_BYTES if config.device == "cuda" else HOST_ALIGNMENT_BYTES
-    granule = choose_granule(total, alignment, config.elastic.granule_bytes)
+    granule = choose_granule(total, alignment_of(config.device), config.elastic.granule_bytes)
     # What the boot plan left over may complete the last granules, so that experts which all fit still do.
-    left = config.vram - plan.dense_bytes - plan.workspace_bytes - plan.staging_bytes if config.vram is not None else 0
+    left = plan.budget_bytes - plan.dense_bytes - plan.workspace_bytes - plan.staging_bytes
     needed = -(-plan.num_slots * plan.slot_stride_bytes // granule) - (-plan.num_kv_blocks * block_bytes // granule)
     shape = ArenaShape(
         granule_bytes=granule,
@@ -126,9 +144,14 @@ def plan_arena(spec: LaunchSpec) -> tuple[ArenaShape, ArenaSplit] | None:
         context_blocks=min(-(-plan.max_context_tokens // plan.kv_block_size), plan.num_kv_blocks),
     )
     kv = shape.granules_for_blocks(plan.num_kv_blocks)
-    if shape.num_granules < _LEAST_GRANULES or not shape.min_kv_granules <= kv <= shape.max_kv_granules:
+    if shape.num_granules < LEAST_GRANULES or not shape.min_kv_granules <= kv <= shape.max_kv_granules:
         return None
     return shape, shape.split(kv)
+
+
+def alignment_of(device: str) -> int:
+    """Bytes of what a device can map at once."""
+    return CUDA_ALIGNMENT_BYTES if device == "cuda" else HOST_ALIGNMENT_BYTES
 
 
 def choose_granule(total_bytes: int, alignment_bytes: int, wanted_bytes: int | None = None) -> int:

@@ -1,7 +1,8 @@
 """The boot plan: how the memory budget and the cores are divided before anything is loaded. Pure.
 
-Order: explicit settings first; then dense weights and workspace; then a context that an agent needs; what is left of a
-VRAM budget becomes expert slots. A plan that cannot work is refused with the flag and the value that would.
+Order: explicit settings first; then dense weights and workspace; then slots for one token's experts, and a context that
+an agent needs; what is left of a VRAM budget becomes expert slots, and once all experts have one, KV. A plan that
+cannot work is refused with the flag and the value that would (``boot_needs``).
 """
 
 from __future__ import annotations
@@ -10,18 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from freetoken.config import EngineConfig
+from freetoken.elastic.boot_needs import BootNeeds
 from freetoken.elastic.machine import MachineInfo
 from freetoken.errors import CapacityError
 from freetoken.launch_spec import ResolvedPlan
 from freetoken.models.spec import ModelSpec
 from freetoken.quant.record import RecordLayout
-from freetoken.units import align_up, format_bytes
-
-AGENT_CONTEXT_TOKENS = 32768
-"""What a coding agent's first request needs."""
 
 _DTYPE_BYTES = {"f32": 4, "bf16": 2}
-_HOST_RESERVE_BYTES = 1 << 30
 # CUDA's context and modules, cuBLAS's workspace, memory of the graphs: measured about 0.5 GB on an H200.
 _CUDA_RESERVE_BYTES = 600 << 20
 _STAGING_SPARES = 16
@@ -56,47 +53,31 @@ def plan_boot(
             f"{model.max_position_embeddings} positions; set max_context_tokens={model.max_position_embeddings} or less"
         )
     block_size = config.kv.block_size
-    block_bytes = block_size * model.kv_bytes_per_token(_DTYPE_BYTES[kv_dtype])
     batch_tokens = config.scheduler.max_num_batched_tokens
     workspace = plan_workspace_bytes(model, batch_tokens, config.scheduler.max_num_running)
     if config.device == "cuda":
         workspace += plan_cuda_bytes(model, config.scheduler.max_num_running)
-    slot_stride = max((layout.stride_bytes for layout in layouts), default=0)
-    store = sizes.dense_bytes + sizes.expert_bytes
-
-    budget = config.vram
-    min_blocks = -(-min(context, 2 * block_size) // block_size)
-    if budget is None:
-        room = machine.available_bytes - store - workspace - _HOST_RESERVE_BYTES
-        what, flag = "host memory", "kv.num_tokens"
+    needs = BootNeeds(
+        config=config,
+        model=model,
+        dense_bytes=sizes.dense_bytes,
+        expert_bytes=sizes.expert_bytes,
+        workspace_bytes=workspace,
+        slot_bytes=max((layout.stride_bytes for layout in layouts), default=0),
+        block_bytes=block_size * model.kv_bytes_per_token(_DTYPE_BYTES[kv_dtype]),
+        context=context,
+    )
+    if config.device == "cpu" and config.vram is None:
+        budget, pools = None, _Pools(_plan_kv_in_place(needs, needs.check_in_place(machine)), 0, 0)
     else:
-        room = budget - sizes.dense_bytes - workspace
-        what, flag = f"the VRAM budget of {format_bytes(budget)}", "vram"
-    if room < min_blocks * block_bytes:
-        needed = store + workspace + _HOST_RESERVE_BYTES if budget is None else sizes.dense_bytes + workspace
-        needed = align_up(needed + min_blocks * block_bytes, 1 << 20)
-        have = format_bytes(machine.available_bytes if budget is None else budget)
+        budget = needs.check_budget(machine)
+        pools = _divide(needs, budget)
+    capacity = pools.num_blocks * block_size
+    if config.max_context_tokens and capacity < config.max_context_tokens:
         raise CapacityError(
-            f"the model does not fit {what}: it needs {format_bytes(needed)} ({format_bytes(sizes.dense_bytes)} dense "
-            f"weights, {format_bytes(sizes.expert_bytes)} experts in host memory, {format_bytes(workspace)} workspace, "
-            f"KV) and has {have}" + ("" if budget is None else f"; --vram {needed // (1 << 20)}MiB would work")
+            f"kv.num_tokens={config.kv.num_tokens} holds no request of max_context_tokens={config.max_context_tokens}; "
+            f"max_context_tokens={capacity} would work"
         )
-    num_blocks = _plan_kv_blocks(config, context, block_size, block_bytes, room, what, flag)
-
-    num_slots = staging = 0
-    if model.is_moe and budget is not None:
-        if config.device == "cuda":
-            left = room - num_blocks * block_bytes
-            staging = plan_staging_bytes(model.num_experts, slot_stride, min(budget // 8, left // 2))
-            room -= staging
-        num_slots = min((room - num_blocks * block_bytes) // slot_stride, len(model.moe_layers) * model.num_experts)
-    if budget is not None:
-        host = store + budget + _HOST_RESERVE_BYTES if config.device == "cpu" else store + _HOST_RESERVE_BYTES
-        if host > machine.available_bytes:
-            raise CapacityError(
-                f"host memory: the weights need {format_bytes(store)} and the budget {format_bytes(budget)}, but only "
-                f"{format_bytes(machine.available_bytes)} are available"
-            )
     cpu_cores, device_cores = plan_cores(
         config, machine.physical_cores, needs_cpu_executor=model.is_moe and budget is not None
     )
@@ -104,14 +85,14 @@ def plan_boot(
     spin = config.executor.spin_us
     return ResolvedPlan(
         kv_block_size=block_size,
-        num_kv_blocks=num_blocks,
+        num_kv_blocks=pools.num_blocks,
         kv_dtype=kv_dtype,
-        max_context_tokens=min(context, num_blocks * block_size),
-        num_slots=num_slots,
-        slot_stride_bytes=slot_stride,
+        max_context_tokens=min(context, capacity),
+        num_slots=pools.num_slots,
+        slot_stride_bytes=needs.slot_bytes,
         dense_bytes=sizes.dense_bytes,
         workspace_bytes=workspace,
-        store_bytes=store,
+        store_bytes=needs.store_bytes,
         cpu_threads=config.executor.cpu_threads or len(cpu_cores),
         device_threads=config.executor.device_threads or len(device_cores),
         cpu_core_ids=cpu_cores if config.executor.pin and not config.executor.cpu_threads else (),
@@ -119,8 +100,52 @@ def plan_boot(
         spin_us=spin if spin is not None else _spin_us(config, len(machine.physical_cores), parties),
         max_batch_tokens=batch_tokens,
         in_place=model.is_moe and budget is None,
-        staging_bytes=staging,
+        staging_bytes=pools.staging_bytes,
+        budget_bytes=budget,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pools:
+    """What a budget has beside weights and workspace."""
+
+    num_blocks: int
+    num_slots: int
+    staging_bytes: int
+
+
+def _divide(needs: BootNeeds, budget: int) -> _Pools:
+    """KV first, up to what was asked for or an agent's context, beside the slots' reserve; then staging and slots; and
+    what all experts leave is KV again, up to as many requests of full length as may run."""
+    config, block_bytes = needs.config, needs.block_bytes
+    room = budget - needs.fixed_bytes
+    wanted = needs.wanted_blocks
+    blocks = needs.kv_blocks(room, wanted) if needs.least_blocks < wanted else wanted
+    num_slots = staging = 0
+    if needs.num_records:
+        reserve = needs.slot_reserve(room, blocks * block_bytes)
+        # Less KV than wanted: its last block's remainder is not for slots, or they would come and go with the budget.
+        left = room - blocks * block_bytes if blocks == wanted else reserve
+        share = 0
+        if config.device == "cuda":
+            # Taken from slots also where it is too little for staging: more KV must not mean more slots.
+            limit = min(budget // 8, (left - reserve) // 2)
+            share = min(limit, staging_cap_bytes(needs.model.num_experts, needs.slot_bytes))
+            staging = plan_staging_bytes(needs.model.num_experts, needs.slot_bytes, share)
+        num_slots = min((left - share) // needs.slot_bytes, needs.num_records)
+    if config.kv.num_tokens is None and num_slots == needs.num_records:
+        spare = room - num_slots * needs.slot_bytes - staging - 2 * needs.granule_bytes(room)
+        useful = needs.blocks_of(needs.context) * config.scheduler.max_num_running
+        blocks = max(blocks, min(spare // block_bytes, useful))
+    return _Pools(blocks, num_slots, staging)
+
+
+def _plan_kv_in_place(needs: BootNeeds, room: int) -> int:
+    """Several requests at once, bounded by a quarter of what is free: nothing else competes for it in place."""
+    wanted = needs.wanted_blocks
+    if needs.config.kv.num_tokens is None:
+        wanted = min(4 * wanted, max(wanted, room // 4 // needs.block_bytes))
+    return min(wanted, room // needs.block_bytes)
 
 
 def _spin_us(config: EngineConfig, num_cores: int, parties: int) -> int:
@@ -151,8 +176,13 @@ def plan_staging_bytes(num_experts: int, stride_bytes: int, limit_bytes: int) ->
     whole records; nothing when that is less than a handful."""
     if stride_bytes == 0:
         return 0
-    places = min(2 * num_experts + _STAGING_SPARES, limit_bytes // stride_bytes)
+    places = min(staging_cap_bytes(num_experts, stride_bytes), limit_bytes) // stride_bytes
     return places * stride_bytes if places >= 6 else 0
+
+
+def staging_cap_bytes(num_experts: int, stride_bytes: int) -> int:
+    """More than that staging has no use for."""
+    return (2 * num_experts + _STAGING_SPARES) * stride_bytes
 
 
 def plan_cores(
@@ -172,23 +202,3 @@ def plan_cores(
         return (cores[-1:], cores)
     half = max(1, len(cores) // 2)
     return (cores[half:] or cores[-1:], cores[:half])
-
-
-def _plan_kv_blocks(
-    config: EngineConfig, context: int, block_size: int, block_bytes: int, room: int, what: str, flag: str
-) -> int:
-    if config.kv.num_tokens is not None:
-        blocks = -(-config.kv.num_tokens // block_size)
-        if blocks * block_bytes > room:
-            fits = room // block_bytes * block_size
-            raise CapacityError(
-                f"kv.num_tokens={config.kv.num_tokens} needs {format_bytes(blocks * block_bytes)}, but {what} leaves "
-                f"{format_bytes(room)} after weights and workspace; kv.num_tokens={fits} would work"
-                + (", or a larger --vram" if flag == "vram" else "")
-            )
-        return blocks
-    wanted = min(context, AGENT_CONTEXT_TOKENS)
-    if config.vram is None:
-        # Several requests at once, bounded by a quarter of what is free: nothing else competes for it in place.
-        wanted = min(4 * wanted, max(wanted, room // 4 // block_bytes * block_size))
-    return min(-(-wanted // block_size), room // block_bytes)

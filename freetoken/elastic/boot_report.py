@@ -9,6 +9,8 @@ from typing import Any
 
 from freetoken.config import EngineConfig
 from freetoken.costs import CostModel
+from freetoken.elastic.arena_shape import why_rigid
+from freetoken.elastic.boot_needs import CARD_RESERVE_BYTES
 from freetoken.elastic.boot_plan import CheckpointSizes, kv_dtype_bytes, plan_boot, plan_cuda_bytes
 from freetoken.elastic.machine import MachineInfo
 from freetoken.errors import CapacityError
@@ -124,28 +126,45 @@ def report_boot(
     sizes: CheckpointSizes,
     machine: MachineInfo,
     costs: CostModel,
+    plan: ResolvedPlan | None = None,
 ) -> BootReport:
-    """Plan and explain. Raises what ``plan_boot`` raises."""
-    plan = plan_boot(config, model, layouts, sizes, machine)
+    """Plan, unless there is a ``plan``, and explain. Raises what ``plan_boot`` raises."""
+    plan = plan or plan_boot(config, model, layouts, sizes, machine)
+    budget = plan.budget_bytes
     num_records = len(model.moe_layers) * model.num_experts if model.is_moe else 0
-    on_gpu = config.device == "cuda"
-    shared = config.vram is None
+    shared = budget is None
+    context = min(config.max_context_tokens or model.max_position_embeddings, model.max_position_embeddings)
     rows = _rows(config, model, sizes, plan, num_records, shared)
     estimate = estimate_decode(config.device, model, sizes, plan, costs)
 
-    def try_setting(setting: str, section: str, values: dict[str, Any], note: str) -> Lever | None:
+    def try_setting(section: str, values: dict[str, Any]) -> tuple[ResolvedPlan, float] | None:
         part = getattr(config, section).model_copy(update=values)
         try:
-            other = plan_boot(config.model_copy(update={section: part}), model, layouts, sizes, machine)
+            other = plan_boot(config.model_copy(update={section: part, "vram": budget}), model, layouts, sizes, machine)
         except CapacityError:
             return None
-        speed = estimate_decode(config.device, model, sizes, other, costs).tokens_per_s
-        return Lever(setting, other.num_slots, other.kv_capacity_tokens, speed, note)
+        return other, estimate_decode(config.device, model, sizes, other, costs).tokens_per_s
 
     notes = []
-    if on_gpu and shared:
-        notes.append("device=cuda without --vram: no budget is planned for the device")
-    if model.is_moe and not shared and plan.num_slots < model.num_experts_per_tok:
+    if budget is not None and config.vram is None:
+        notes.append(f"no --vram: the budget is what was free on the card, less {format_bytes(CARD_RESERVE_BYTES)}")
+    elif budget is not None and machine.device_free_bytes is not None and budget > machine.device_free_bytes:
+        notes.append(
+            f"only {format_bytes(machine.device_free_bytes)} are free on the card now: too little for a launch"
+        )
+    elif config.device == "cuda" and machine.device_total_bytes is None:
+        notes.append("no GPU could be asked for its memory: whether a card has so much is not known")
+    if budget is not None and model.is_moe and config.elastic.enabled:
+        why = why_rigid(config, model, plan)
+        notes += [f"memory cannot move between slots and KV: {why}"] if why else []
+    if budget is not None and plan.num_slots == num_records and config.kv.num_tokens is not None:
+        unused = budget - sum(row.bytes for row in rows if row.place == "device")
+        if unused > budget // 16:
+            notes.append(
+                f"{format_bytes(unused)} of the budget are not used: all experts have slots, and KV is kv.num_tokens; "
+                f"without that setting it takes the rest"
+            )
+    if num_records and not shared and plan.num_slots < model.num_experts_per_tok:
         notes.append(
             f"{plan.num_slots} expert slots are fewer than the {model.num_experts_per_tok} experts of one token and "
             f"layer: nothing will stay cached; a larger --vram helps"
@@ -153,13 +172,15 @@ def report_boot(
     return BootReport(
         plan,
         config.device,
-        config.vram,
+        budget,
         machine.available_bytes,
         rows,
         num_records,
         estimate,
         costs,
-        _levers(config, plan, try_setting) if not shared and model.is_moe else (),
+        _levers(plan, num_records, context * config.scheduler.max_num_running, try_setting)
+        if not shared and model.is_moe
+        else (),
         tuple(notes),
     )
 
@@ -197,6 +218,7 @@ def _rows(
         )
         if config.device == "cuda":
             rows.append(PlanRow("device", "staging", plan.staging_bytes, "for prefill"))
+    rows.append(PlanRow(place, "snapshots", 0, "no recurrent state in this model"))
     rows.append(PlanRow("host", "dense weights", sizes.dense_bytes))
     if sizes.expert_bytes:
         rows.append(PlanRow("host", "experts", sizes.expert_bytes, f"{num_records:,} records"))
@@ -204,21 +226,39 @@ def _rows(
 
 
 def _levers(
-    config: EngineConfig, plan: ResolvedPlan, try_setting: Callable[[str, str, dict[str, Any], str], Lever | None]
+    plan: ResolvedPlan,
+    num_records: int,
+    useful_tokens: int,
+    try_setting: Callable[[str, dict[str, Any]], tuple[ResolvedPlan, float] | None],
 ) -> tuple[Lever, ...]:
+    """Narrower KV; half of it where experts lack slots; twice of it. What each gains is read off its own plan."""
     found = []
-    narrower = _KV_DTYPES[_KV_DTYPES.index(plan.kv_dtype) + 1 :]
-    for dtype in narrower:
-        note = "half the bytes of a token's KV; keys and values are rounded"
-        found.append(try_setting(f"kv.dtype={dtype}", "kv", {"dtype": dtype}, note))
+
+    def consider(name: str, value: Any, note: str = "") -> None:
+        tried = try_setting("kv", {name: value})
+        if tried is None:
+            return
+        other, speed = tried
+        if other.num_slots == plan.num_slots and other.kv_capacity_tokens == plan.kv_capacity_tokens:
+            return
+        said = [note] if note else []
+        if other.max_context_tokens != plan.max_context_tokens:
+            said.append(f"a context of {other.max_context_tokens:,} tokens")
+        elif other.kv_capacity_tokens != plan.kv_capacity_tokens:
+            more = other.kv_capacity_tokens > plan.kv_capacity_tokens
+            said.append(f"{'more' if more else 'fewer'} requests at once")
+        if other.num_slots != plan.num_slots:
+            said.append(f"{'more' if other.num_slots > plan.num_slots else 'fewer'} experts resident")
+        found.append(Lever(f"kv.{name}={value}", other.num_slots, other.kv_capacity_tokens, speed, ", ".join(said)))
+
+    for dtype in _KV_DTYPES[_KV_DTYPES.index(plan.kv_dtype) + 1 :]:
+        consider("dtype", dtype, "half the bytes of a token's KV; keys and values are rounded")
     half = plan.kv_capacity_tokens // 2
-    if half >= 2 * plan.kv_block_size:
-        note = "half the context, more experts resident"
-        found.append(try_setting(f"kv.num_tokens={half}", "kv", {"num_tokens": half}, note))
-    double = plan.kv_capacity_tokens * 2
-    note = "twice the context, fewer experts resident"
-    found.append(try_setting(f"kv.num_tokens={double}", "kv", {"num_tokens": double}, note))
-    return tuple(lever for lever in found if lever is not None)
+    if plan.num_slots < num_records and half >= 2 * plan.kv_block_size:
+        consider("num_tokens", half)
+    if plan.kv_capacity_tokens < useful_tokens:
+        consider("num_tokens", plan.kv_capacity_tokens * 2)
+    return tuple(found)
 
 
 def estimate_decode(

@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from freetoken import _native
 from freetoken.config import EngineConfig
 from freetoken.costs import CostModel
 from freetoken.elastic.bandwidth import Measurement
+from freetoken.elastic.machine import query_gpu
 from freetoken.errors import ConfigError
 from freetoken.launch_spec import ResolvedPlan
 from freetoken.quant.record import RecordLayout
@@ -159,20 +159,7 @@ def make_profile(identity: ProfileIdentity, measured: Measurement, measured_at: 
 
 def gpu_identity(index: int = 0) -> str | None:
     """UUID and driver of the GPU that a process would see as ``index``; None when nvidia-smi does not tell."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    wanted = visible.split(",")[index].strip() if visible else str(index)
-    try:
-        output = subprocess.run(
-            ["nvidia-smi", f"--id={wanted}", "--query-gpu=uuid,driver_version,name", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    line = output.strip().splitlines()
-    return line[0].strip() if line else None
+    return query_gpu("uuid,driver_version,name", index)
 
 
 def _plain(identity: ProfileIdentity) -> dict[str, Any]:

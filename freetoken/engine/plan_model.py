@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -68,11 +67,11 @@ def plan_model(
     config = load_config(profile=profile, flags=merge({"model": model}, overrides or {}))
     check_config(config)
     index = read_index(model, dtype)
-    machine = machine or read_machine()
+    machine = machine or read_machine(config.device)
     sizes = CheckpointSizes(index.dense_bytes, index.expert_bytes)
     plan = plan_boot(config, index.spec, index.layouts, sizes, machine)
     costs: CostModel | None = None
-    if index.spec.is_moe and config.vram is not None:
+    if index.spec.is_moe and plan.budget_bytes is not None:
         identity = identify(config, plan, index.layouts, index.spec.num_experts_per_tok)
         kept = load_profile(identity, config.loader.cache_dir) if identity is not None else None
         costs = kept.costs if kept is not None else None
@@ -82,12 +81,12 @@ def plan_model(
 def report_launch(spec: LaunchSpec, machine: MachineInfo | None = None) -> BootReport:
     """The report for a launch that is planned already."""
     index = FtwIndex.load(Path(spec.checkpoint))
-    report = report_boot(
+    return report_boot(
         spec.config,
         spec.model,
         spec.layouts,
         CheckpointSizes(index.dense_bytes, index.expert_bytes),
-        machine or read_machine(),
+        machine or read_machine(spec.config.device),
         spec.plan.costs or assumed_costs(spec.config.device),
+        spec.plan,
     )
-    return dataclasses.replace(report, plan=spec.plan)

@@ -36,7 +36,7 @@ def prepare_launch(
     config = load_config(profile=profile, flags=merge({"model": model}, overrides or {}), environment=environment)
     check_config(config)
     checkpoint = resolve_checkpoint(config.model, config.loader.cache_dir, progress)
-    return plan_launch(config, checkpoint, machine or read_machine())
+    return plan_launch(config, checkpoint, machine or read_machine(config.device))
 
 
 def check_config(config: EngineConfig) -> None:

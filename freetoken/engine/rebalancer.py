@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from freetoken.costs import assumed_costs
-from freetoken.elastic.arena_shape import ArenaShape, ArenaSplit, plan_arena
+from freetoken.elastic.arena_shape import ArenaShape, ArenaSplit, plan_arena, why_rigid
 from freetoken.elastic.pace import ChangePace
 from freetoken.elastic.rebalance import (
     ElasticDecision,
@@ -56,6 +56,8 @@ COSTS = {
 }
 """What a change takes, by mode."""
 
+NO_VIRTUAL_MEMORY = "the device cannot map memory at a new place, and elastic.mode is virtual"
+
 Metrics = Mapping[str, float]
 _COMPARED = (ActorName.EXPERT_CACHE, ActorName.KV_ALLOCATOR, ActorName.GPU_EXECUTOR, ActorName.SCHEDULER)
 
@@ -93,6 +95,7 @@ class Rebalancer:
         self._before: tuple[float, dict[ActorName, Metrics]] | None = None
         self._loop: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[object]] = set()
+        self._rigid = why_rigid(spec.config, spec.model, spec.plan)
         endpoint.on(ArenaResized, self._on_resized)
         endpoint.on(BlocksShort, self._on_short)
 
@@ -129,9 +132,7 @@ class Rebalancer:
         """Do what an operator asks for. Raises ``RebalanceBusyError`` while a change is under way, and
         ``CapacityError`` for what is not possible, with the value that would be."""
         if self.shape is None:
-            raise CapacityError(
-                "expert slots and KV share no memory that could be moved: it takes a --vram budget and elastic.enabled"
-            )
+            raise CapacityError(f"expert slots and KV share no memory that could be moved: {self._rigid}")
         if not self._is_ready():
             raise RebalanceBusyError("the engine is not ready")
         with self._only_one():
@@ -164,7 +165,7 @@ class Rebalancer:
             granule_bytes=self.shape.granule_bytes if self.shape is not None else 0,
             granules=self.shape.num_granules if self.shape is not None else 0,
             decisions=tuple(reversed(self._decisions.records)),
-            idle_reason=self._decisions.idle_reason,
+            idle_reason=self._decisions.idle_reason if mode else self._rigid or NO_VIRTUAL_MEMORY,
             mode=mode,
             cost=COSTS[mode],
         )

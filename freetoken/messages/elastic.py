@@ -142,7 +142,7 @@ class RebalanceRecord:
 class ElasticView:
     """The Controller's account of moving memory; decisions newest first. ``mode``: "virtual" or "reallocate" (see
     ``elastic.mode``), or "" where memory cannot move; ``cost``: what a change takes then. ``idle_reason``: why the last
-    look changed nothing."""
+    look changed nothing, or why memory cannot move."""
 
     elastic: bool
     auto: bool

@@ -198,7 +198,7 @@ class EngineView:
         }
 
     async def _elastic(self) -> ElasticView:
-        nothing = ElasticView(elastic=False, auto=False, busy=False, granule_bytes=0, granules=0)
+        nothing = ElasticView(False, False, False, 0, 0, idle_reason="the Controller does not say")
         if self._control is None:
             return nothing
         try:

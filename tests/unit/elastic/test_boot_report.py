@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -35,7 +36,10 @@ def test_eight_gigabytes_hold_a_model_by_name_alone():
     assert found.decode.worst_tokens_per_s < found.decode.tokens_per_s
     assert not found.costs.measured
     names = [row.what for row in found.rows if row.place == "device"]
-    assert names == ["dense weights", "CUDA, sampler, routers", "workspace", "KV cache", "expert slots", "staging"]
+    fixed = ["dense weights", "CUDA, sampler, routers", "workspace"]
+    assert names == [*fixed, "KV cache", "expert slots", "staging", "snapshots"]
+    snapshots = next(row for row in found.rows if row.what == "snapshots")
+    assert (snapshots.bytes, snapshots.note) == (0, "no recurrent state in this model")
     json.dumps(found.to_json())
 
 
@@ -55,6 +59,41 @@ def test_the_kv_dtype_is_a_lever_with_its_trade():
     assert lever.slots > found.plan.num_slots and lever.kv_tokens == found.plan.kv_capacity_tokens
     assert lever.tokens_per_s > found.decode.tokens_per_s
     assert not any("kv.dtype" in lever.setting for lever in report("12GiB", device="cuda").levers)
+
+
+def test_levers_say_what_they_change():
+    notes = {lever.setting: lever.note for lever in report("12GiB", device="cuda").levers}
+    assert notes["kv.num_tokens=16384"] == "a context of 16,384 tokens, more experts resident"
+    assert notes["kv.num_tokens=65536"] == "a context of 40,960 tokens, fewer experts resident"
+    notes = {lever.setting: lever.note for lever in report("16GiB", device="cuda", max_context_tokens=40960).levers}
+    assert notes == {"kv.num_tokens=81920": "more requests at once, fewer experts resident"}
+    # All experts have slots and KV has the rest: there is nothing to trade.
+    assert not report("48GiB", device="cuda").levers
+
+
+def test_a_budget_that_kv_is_kept_from_is_noted():
+    found = report("48GiB", device="cuda", kv={"num_tokens": 32768})
+    assert any("of the budget are not used" in note for note in found.notes)
+    assert not any("not used" in note for note in report("48GiB", device="cuda").notes)
+
+
+def test_the_budget_of_a_card_is_noted():
+    card = dataclasses.replace(MACHINE, device_total_bytes=24 * GIB, device_free_bytes=20 * GIB)
+
+    def notes(machine, **settings):
+        return " ".join(plan_model("qwen3-30b-a3b", dtype="q4_0", overrides=settings, machine=machine).notes)
+
+    found = plan_model("qwen3-30b-a3b", dtype="q4_0", overrides={"device": "cuda"}, machine=card)
+    assert found.budget_bytes == (20 << 30) - (512 << 20) >= found.total("device")
+    assert "free on the card, less 512.00 MiB" in " ".join(found.notes)
+    assert "only 20.00 GiB are free" in notes(card, device="cuda", vram=22 * GIB)
+    assert "no GPU could be asked" in notes(MACHINE, device="cuda", vram=22 * GIB)
+
+
+def test_numbers_beyond_all_memory_are_refused(capsys):
+    for setting in ("kv.num_tokens", "max_context_tokens", "vram"):
+        assert main(["plan", "qwen3-moe-tiny", "--set", f"{setting}=1{'0' * 400}"]) == 2
+        assert "less than or equal to" in capsys.readouterr().err
 
 
 def test_too_little_names_what_would_work(capsys):
