@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import ray
 
+from actors.gauges import INTERVAL_S, SHOWN, RayGauges
 from actors.host import RayHost
 from actors.launch import end_actor
 from actors.process import ProcessWatch
@@ -27,7 +28,7 @@ from freetoken.messages import (
     TraceWish,
 )
 from freetoken.service import Service
-from freetoken.tasks import spawn
+from freetoken.tasks import repeat, spawn
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +46,18 @@ class Controller(ActorShell):
         super().__init__(spec, settings)
         self.service.start(adopt=context.was_current_actor_reconstructed)
         self._launcher = spawn(self._outlive_no_launcher(), "launcher watch")
+        self._gauges = RayGauges(settings.namespace)
+        self._showing = spawn(repeat(self._show_gauges, lambda: INTERVAL_S, "gauges"), "gauges")
 
     def _make_service(self, spec: LaunchSpec, arguments: dict[str, Any]) -> Service:
         return create_service(
             self.name, spec, self.endpoint, self.settings.services, host=self._host, policy=self.settings.policy
         )
+
+    async def _show_gauges(self) -> None:
+        """What pings have brought; nobody is asked for it."""
+        known = [self.service.supervisor.last_status(name) for name in SHOWN if name is not self.name]
+        self._gauges.show([self.service.status(), *(status for status in known if status is not None)])
 
     async def _outlive_no_launcher(self) -> None:
         launcher = self.settings.launcher

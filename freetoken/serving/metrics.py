@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -11,13 +10,12 @@ from prometheus_client.registry import Collector
 
 from freetoken.messages import ActorState, ActorStatus
 from freetoken.serving.usage import Usage
+from freetoken.telemetry.names import metric_name
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
-_NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
-_WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 class FrontMetrics:
@@ -91,11 +89,6 @@ class FrontMetrics:
         self._end_to_end.observe(seconds)
 
 
-def actor_label(name: str) -> str:
-    """``GpuExecutor`` as ``gpu_executor``, ``KVAllocator`` as ``kv_allocator``."""
-    return _WORD_START.sub("_", name).lower()
-
-
 class _PageCollector(Collector):
     """The front's families (without the time each series was created), then samples of every actor's status."""
 
@@ -111,7 +104,7 @@ class _PageCollector(Collector):
         taken: set[str] = set()
         for actor in self._actors:
             for key, value in sorted(actor.metrics.items()):
-                name = f"freetoken_{actor_label(actor.name.value)}_{_NOT_A_NAME.sub('_', key)}"
+                name = metric_name(actor.name.value, key)
                 bare = name.removesuffix("_total")
                 if bare in taken or not isinstance(value, (int, float)):
                     continue

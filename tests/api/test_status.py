@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from freetoken.messages import ActorName, ActorState, ActorStatus, HealthState, HealthView
 from freetoken.serving import status as status_module
 from freetoken.serving.document import render
-from freetoken.serving.metrics import actor_label
+from freetoken.telemetry.names import actor_label
 from freetoken.testing.waiting import until
 
 from .conftest import Site, open_site

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import random
+import re
 import time
 import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 
 from freetoken.cli.process import EngineProcess
@@ -48,6 +51,30 @@ def test_all_three_ways_to_run_an_expert_occur(engine: EngineProcess) -> None:
     assert experts["hits_total"] > 0
     assert experts["fetches_total"] > 0
     assert experts["cpu_total"] > 0
+
+
+def test_ray_serves_the_slow_figures(engine: EngineProcess) -> None:
+    """As gauges of the node's metrics agent, the ones that configs/grafana.json draws among them."""
+    kv_tokens = get(engine.url, "/v1/cache/status")["kv"]["capacity_tokens"]
+    assert post(engine.url, "/v1/cache/rebalance", {"kv_tokens": kv_tokens})["outcome"] == "unchanged"
+    raylet = next(p for p in psutil.Process(engine.pid).children(recursive=True) if p.name() == "raylet")
+    session = next(a.partition("=")[2] for a in raylet.cmdline() if a.startswith("--session_dir="))
+    port = next(Path(session).glob("metrics_export_port_*")).read_text().strip()
+    drawn = set(re.findall(r"ray_freetoken_\w+", Path("configs/grafana.json").read_text()))
+    assert len(drawn) > 12
+    deadline, missing = time.monotonic() + 60.0, drawn
+    while missing:
+        assert time.monotonic() < deadline, missing
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+            samples = re.findall(
+                r"^(ray_freetoken_\w+)\{.*engine=\"freetoken\".*\} (\S+)$", response.read().decode(), re.M
+            )
+        missing = {name for name in drawn if not any(sample.startswith(name) for sample, _ in samples)}
+        time.sleep(0.2)
+    figures = {name.removeprefix("ray_freetoken_"): float(value) for name, value in samples}
+    assert figures["controller_ready"] == figures["controller_last_decision_trigger_request"] == 1.0
+    assert figures["kv_allocator_blocks"] * 16 == kv_tokens and figures["expert_cache_split_fetch_gbps"] > 0
+    assert not any(name.endswith("_total") for name in figures)
 
 
 def test_both_runtimes_give_the_same_tokens(engine: EngineProcess, tiny_checkpoint: Path, cache_dir: Path) -> None:
