@@ -488,11 +488,25 @@ async def test_the_command_line_asks_the_same(checkpoint: Path, capsys: pytest.C
     assert status == 1 and "no server answers" in text
 
 
-async def test_without_a_budget_there_is_nothing_to_move(checkpoint: Path) -> None:
-    async with running(launch(checkpoint, vram=None)) as engine:
+@pytest.mark.parametrize(
+    "settings, why",
+    [
+        ({"vram": None}, "there is no VRAM budget (--vram)"),
+        ({"elastic": {"enabled": False}}, "elastic.enabled is false"),
+        ({"elastic": {"granule_bytes": 1 << 20}}, "a larger --vram or a smaller kv.num_tokens is needed"),
+    ],
+)
+async def test_why_there_is_nothing_to_move(
+    checkpoint: Path, settings: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with running(launch(checkpoint, **settings)) as engine:
         code, answer = await engine.post({"auto": True})
-        assert code == 400 and "--vram" in answer["error"]["message"]
-        assert not (await engine.get("/v1/cache/status"))["elastic"]["elastic"]
+        assert code == 400 and why in answer["error"]["message"]
+        elastic = (await engine.get("/v1/cache/status"))["elastic"]
+        assert not elastic["elastic"] and why in elastic["idle_reason"]
+        assert await asyncio.to_thread(main, ["cache", "--url", engine.url]) == 0
+        assert f"memory cannot move between them: {elastic['idle_reason']}" in capsys.readouterr().out
+        await engine.complete(PROMPTS[0], 4)
 
 
 @pytest.mark.parametrize("vram", ["4.6MiB", "5MiB", "5.2MiB", "64MiB"])
