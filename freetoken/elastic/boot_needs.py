@@ -40,6 +40,11 @@ class BootNeeds:
         return self.dense_bytes + self.expert_bytes
 
     @property
+    def is_in_place(self) -> bool:
+        """Whether the device has no budget, and reads experts where they are."""
+        return self.config.device == "cpu" and self.config.vram is None
+
+    @property
     def fixed_bytes(self) -> int:
         """Of a budget, whatever becomes of the rest."""
         return self.dense_bytes + self.workspace_bytes
@@ -183,12 +188,19 @@ class BootNeeds:
 
     def _refusal(self, what: str, have: int, takes: int, ways: list[str]) -> CapacityError:
         name, asked = self._asked
+        kv_bytes = self.least_blocks * self.block_bytes
+        parts = [
+            f"{format_bytes(self.dense_bytes)} dense weights",
+            f"{format_bytes(self.expert_bytes)} experts in host memory",
+            f"{format_bytes(self.workspace_bytes)} workspace",
+            f"{format_bytes(kv_bytes)} KV" + (f" of {name}={asked}" if asked else ""),
+        ]
+        if self.num_records and not self.is_in_place:
+            slots = self.budget_for(self.least_blocks) - self.fixed_bytes - kv_bytes
+            parts.append(f"{format_bytes(slots)} for a step's expert slots and to trade with KV")
         text = (
-            f"{what} is too little: the model takes {format_bytes(takes)} and there are {format_bytes(have)} ("
-            f"{format_bytes(self.dense_bytes)} dense weights, {format_bytes(self.expert_bytes)} experts in host "
-            f"memory, {format_bytes(self.workspace_bytes)} workspace, {format_bytes(self._step_bytes)} experts of a "
-            f"step, {format_bytes(self.least_blocks * self.block_bytes)} KV"
-            + (f" of {name}={asked})" if asked else ")")
+            f"{what} is too little: the model takes {format_bytes(takes)} and there are {format_bytes(have)} "
+            f"({', '.join(parts)})"
         )
         if not ways:
             ways = [f"{-(-takes // _MIB)}MiB of it", "a checkpoint with smaller weights"]

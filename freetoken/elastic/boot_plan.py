@@ -67,7 +67,7 @@ def plan_boot(
         block_bytes=block_size * model.kv_bytes_per_token(_DTYPE_BYTES[kv_dtype]),
         context=context,
     )
-    if config.device == "cpu" and config.vram is None:
+    if needs.is_in_place:
         budget, pools = None, _Pools(_plan_kv_in_place(needs, needs.check_in_place(machine)), 0, 0)
     else:
         budget = needs.check_budget(machine)
