@@ -101,7 +101,8 @@ class KVResized:
 @dataclass(frozen=True, slots=True)
 class BlocksShort:
     """Scheduler -> Controller, at most every 250 ms: so many requests wait for KV blocks while there is a place for
-    them, and together lack so many blocks."""
+    them, and together lack so many blocks; or so many have longer prompts than KV holds, and the longest lacks so
+    many."""
 
     epoch: int
     num_requests: int

@@ -11,7 +11,8 @@ from freetoken.scheduling.standstill import Standstill
 
 
 class BlockPressure(NamedTuple):
-    """Requests that wait for blocks while there is a place for them, and the blocks that all of them lack."""
+    """Requests that wait for blocks while there is a place for them, and the blocks that all of them lack; or those
+    that all blocks are too few for, and what the longest may come to lack."""
 
     num_requests: int
     num_blocks: int
@@ -20,6 +21,10 @@ class BlockPressure(NamedTuple):
 def block_pressure(book: RequestBook) -> BlockPressure:
     """What waits for lack of blocks."""
     limits = book.limits
+    if book.oversized:
+        wishes = [len(message.prompt_token_ids) + message.sampling.max_tokens for message, _ in book.oversized.values()]
+        longest = min(max(wishes), limits.max_context_tokens)
+        return BlockPressure(len(wishes), limits.blocks_for(longest + 1) - limits.num_kv_blocks)
     places = limits.max_num_running - len(book.running)
     if not len(book.waiting) or places <= 0 or not len(book.running):
         return BlockPressure(0, 0)

@@ -14,12 +14,18 @@ from freetoken.scheduling.request import Request, RequestState
 
 logger = logging.getLogger(__name__)
 
+GROWTH_LIMIT_S = 10.0
+"""So long a prompt waits for KV that could grow to hold it. The Controller looks every second, and may find that slots
+are worth more."""
+
 
 class RequestBook:
     """All requests by state. Every known request is in exactly one of ``waiting``, ``running`` and ``lingering``.
 
     ``lingering`` ones have ended (their last delta is out) but a planned row may still write to their blocks: they are
     released, and retired on the device, once that row is answered.
+
+    ``oversized`` submissions are no requests yet: KV is too small for their prompts, and might grow.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -29,6 +35,7 @@ class RequestBook:
         self.waiting = RequestQueue()
         self.running = RequestQueue()
         self.lingering: dict[str, Request] = {}
+        self.oversized: dict[str, tuple[SubmitRequest, float]] = {}  # and since when
         self.retired: list[str] = []
         self.deltas: list[TokenDelta] = []
         self._arrivals = 0
@@ -47,6 +54,10 @@ class RequestBook:
         """The size of KV has changed."""
         self.limits = limits
         self.ledger.set_limits(limits)
+        for message, since_s in list(self.oversized.values()):
+            if len(message.prompt_token_ids) <= limits.kv_capacity_tokens:
+                del self.oversized[message.request_id]
+                self.submit(message, since_s)
 
     # ------------------------------------------------------------------------------------------ arrival
 
@@ -55,6 +66,9 @@ class RequestBook:
         failure = self._objection(message)
         if failure is not None:
             self.reject(message.request_id, failure)
+            return
+        if len(message.prompt_token_ids) > self.limits.kv_capacity_tokens:
+            self.oversized[message.request_id] = (message, now)
             return
         sampling = message.sampling
         if sampling.seed is None:
@@ -85,7 +99,7 @@ class RequestBook:
 
     def _objection(self, message: SubmitRequest) -> RequestFailure | None:
         limits, length = self.limits, len(message.prompt_token_ids)
-        if message.request_id in self.live:
+        if message.request_id in self.live or message.request_id in self.oversized:
             return RequestFailure("internal", f"request id {message.request_id!r} is in use")
         if length == 0:
             return RequestFailure("internal", "the prompt has no tokens; at least 1 is needed")
@@ -99,12 +113,13 @@ class RequestBook:
                 f"the prompt has {length} tokens; at most {limits.max_context_tokens - 1} leave room for an answer "
                 f"within the context of {limits.max_context_tokens} tokens (max_context_tokens)",
             )
-        if length > limits.kv_capacity_tokens:
+        if length > max(limits.kv_capacity_tokens, limits.growable_kv_blocks * limits.block_size):
             return self._over_capacity(f"the prompt has {length} tokens")
-        if len(self.running) + len(self.waiting) >= limits.max_num_running + limits.max_num_waiting:
+        num_waiting = len(self.waiting) + len(self.oversized)
+        if len(self.running) + num_waiting >= limits.max_num_running + limits.max_num_waiting:
             return RequestFailure(
                 "queue_full",
-                f"{len(self.waiting)} requests are waiting (limit {limits.max_num_waiting}, scheduler.max_num_waiting) "
+                f"{num_waiting} requests are waiting (limit {limits.max_num_waiting}, scheduler.max_num_waiting) "
                 f"behind {len(self.running)} running; try again later",
                 retryable=True,
             )
@@ -117,6 +132,15 @@ class RequestBook:
             f"{what}; the KV cache holds {limits.kv_capacity_tokens} tokens "
             f"({limits.num_kv_blocks} blocks of {limits.block_size}, kv.num_tokens)",
         )
+
+    def end_oversized(self, now: float) -> None:
+        """KV has not grown for them in time."""
+        for message, since_s in list(self.oversized.values()):
+            if now - since_s >= GROWTH_LIMIT_S:
+                del self.oversized[message.request_id]
+                failure = self._over_capacity(f"the prompt has {len(message.prompt_token_ids)} tokens")
+                text = f"{failure.message} and did not grow within {GROWTH_LIMIT_S:g} s"
+                self.reject(message.request_id, dataclasses.replace(failure, message=text))
 
     def fail_oversized(self, now: float) -> None:
         """KV has shrunk: end the requests that do not fit any more. They would preempt all others, and then starve."""
@@ -229,6 +253,10 @@ class RequestBook:
 
     def abort(self, request_id: str, now: float) -> bool:
         """End the request as its client wished; False when it is not known (any more)."""
+        if self.oversized.pop(request_id, None) is not None:
+            self.aborted_total += 1
+            self.deltas.append(TokenDelta(request_id, finish_reason=FinishReason.ABORT))
+            return True
         request = self.live.get(request_id)
         if request is None:
             return False
@@ -250,6 +278,9 @@ class RequestBook:
 
     def drop_all(self, failure: RequestFailure, now: float) -> list[TokenDelta]:
         """Forget everything; returns the last deltas of the requests that were in flight, plus those not yet taken."""
+        for request_id in self.oversized:
+            self.reject(request_id, failure)
+        self.oversized.clear()
         deltas = self.deltas
         for request in self.live.values():
             deltas.append(

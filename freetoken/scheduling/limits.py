@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from freetoken.elastic.arena_shape import plan_arena
 from freetoken.launch_spec import LaunchSpec
 
 RIDE_ALONG_TOKENS = 16
@@ -22,6 +23,7 @@ class SchedulerLimits:
     max_context_tokens: int
     block_size: int
     num_kv_blocks: int
+    """Now."""
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     seed: int = 0
@@ -30,11 +32,14 @@ class SchedulerLimits:
     """Prefill of more tokens runs beside decoding requests as a background step; None: it shares their steps."""
     decode_share: float = 0.4
     max_repeated_tokens: int | None = None
+    growable_kv_blocks: int = 0
+    """What KV may grow to by itself."""
 
     @classmethod
     def from_spec(cls, spec: LaunchSpec) -> SchedulerLimits:
         """The limits of a launch: the settings, cut to what the boot plan sized the workspace for."""
         config, plan = spec.config.scheduler, spec.plan
+        arena = plan_arena(spec) if spec.config.elastic.auto else None
         batched = config.max_num_batched_tokens
         if plan.max_batch_tokens > 0:
             batched = min(batched, plan.max_batch_tokens)
@@ -54,6 +59,7 @@ class SchedulerLimits:
             ride_along_tokens=RIDE_ALONG_TOKENS,
             decode_share=config.decode_share,
             max_repeated_tokens=config.max_repeated_tokens,
+            growable_kv_blocks=arena[0].blocks_in(arena[0].max_kv_granules) if arena is not None else 0,
         )
 
     @property

@@ -120,7 +120,7 @@ class Scheduler:
 
     def abort_all(self, now: float) -> None:
         """Nobody is left to hear the answers."""
-        for request_id in list(self.book.live):
+        for request_id in [*self.book.live, *self.book.oversized]:
             self.abort(request_id, now)
 
     def take_batch(self) -> TokenBatch | None:
@@ -577,7 +577,7 @@ class Scheduler:
         book = self.book
         return {
             "running": float(len(book.running)),
-            "waiting": float(len(book.waiting)),
+            "waiting": float(len(book.waiting) + len(book.oversized)),
             "lingering": float(len(book.lingering)),
             "outstanding_steps": float(len(self._outstanding)),
             "steps_total": float(self.steps_total),

@@ -59,6 +59,7 @@ class SchedulerService(Service):
         self._reserved_since_s = 0.0
         self._is_elastic = is_elastic(spec.config, spec.plan)
         self._pressure_told_s = 0.0
+        self._growth_due: asyncio.TimerHandle | None = None
         endpoint.on(SubmitRequest, self._on_submit)
         endpoint.on(AbortRequest, self._on_abort)
         endpoint.on(BlocksReserved, self._on_reserved)
@@ -179,6 +180,14 @@ class SchedulerService(Service):
         self._deliver(self.scheduler.take_batch())
         self._tell_pressure()
         self._watch()
+        if self.scheduler.book.oversized and self._growth_due is None:
+            self._growth_due = asyncio.get_running_loop().call_later(PRESSURE_INTERVAL_S, self._await_growth)
+
+    def _await_growth(self) -> None:
+        """An engine that has nothing else to do goes on asking for blocks."""
+        self._growth_due = None
+        self.scheduler.book.end_oversized(time.monotonic())
+        self._run()
 
     def _plan(self) -> None:
         while True:
@@ -211,8 +220,11 @@ class SchedulerService(Service):
     def _tell_pressure(self) -> None:
         """The Controller may move memory to KV."""
         now = time.monotonic()
-        if self._is_elastic and now - self._pressure_told_s >= PRESSURE_INTERVAL_S and len(self.scheduler.book.waiting):
-            pressure = block_pressure(self.scheduler.book)
+        book = self.scheduler.book
+        if not self._is_elastic or now - self._pressure_told_s < PRESSURE_INTERVAL_S:
+            return
+        if len(book.waiting) or book.oversized:
+            pressure = block_pressure(book)
             if pressure.num_blocks > 0:
                 self._pressure_told_s = now
                 self._send(ActorName.CONTROLLER, BlocksShort(self.epoch, pressure.num_requests, pressure.num_blocks))
@@ -229,10 +241,10 @@ class SchedulerService(Service):
             logger.info("event=undeliverable message=%s error=%r", type(message).__name__, str(error))
 
     def _drop_all(self, reason: str) -> None:
-        for handle in (self._run_due, self._watchdog):
+        for handle in (self._run_due, self._watchdog, self._growth_due):
             if handle is not None:
                 handle.cancel()
-        self._run_due = self._watchdog = None
+        self._run_due = self._watchdog = self._growth_due = None
         self._planning_s = 0.0
         self._deliver(self.scheduler.drop_all(_restarting(reason), time.monotonic()))
 

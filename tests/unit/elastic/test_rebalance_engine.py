@@ -415,6 +415,24 @@ async def test_kv_grows_by_itself_when_requests_wait_for_blocks(checkpoint: Path
         await engine.check_between_changes()
 
 
+async def test_kv_that_an_operator_made_small_grows_for_a_longer_prompt(checkpoint: Path) -> None:
+    """And at once a 400 where it could not."""
+    prompt = [(5 * i) % 500 + 5 for i in range(400)]
+    for auto in (True, False):
+        async with running(launch(checkpoint, elastic={"auto": auto, "interval_s": 60.0})) as engine:
+            expected = await engine.complete(prompt, 8)
+            code, answer = await engine.post({"kv_tokens": 200})
+            assert code == 200 and answer["kv_tokens"]["after"] < 400, answer
+            if not auto:
+                with pytest.raises(AssertionError, match="the prompt has 400 tokens; the KV cache holds"):
+                    await engine.complete(prompt, 8)
+                continue
+            assert await engine.complete(prompt, 8) == expected
+            decision = (await engine.get("/v1/cache/status"))["elastic"]["decisions"][0]
+            assert decision["trigger"] == "kv_pressure" and decision["kv_tokens"]["after"] >= 400
+            await engine.check_between_changes()
+
+
 async def test_idle_kv_goes_to_slots_by_itself(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # On the CPU device a hit costs as much as a miss: both are read from the same memory.
     monkeypatch.setattr(Rebalancer, "_miss_ms", lambda rebalancer, experts: 1.0)

@@ -15,6 +15,7 @@ from freetoken.messages import (
     SubmitRequest,
 )
 from freetoken.scheduling import SchedulerLimits
+from freetoken.scheduling.arena_changes import block_pressure
 from freetoken.testing.fake_executor import expected_answer
 from freetoken.testing.scheduler_rig import SchedulerRig
 
@@ -60,6 +61,67 @@ def check_answer(rig, request_id, tokens, sampling):
 
 def make(**changes):
     return SchedulerRig(replace(LIMITS, **changes))
+
+
+# ---------------------------------------------------------------------------------------------- KV that may grow
+
+
+def test_a_prompt_that_kv_could_grow_to_hold_waits_aside_until_it_has():
+    rig = make(num_kv_blocks=10, growable_kv_blocks=30)
+    rig.submit("a", prompt(50), greedy(8))
+    rig.submit("small", prompt(9), greedy(3))
+    rig.drain()
+    assert rig.endings["small"].failure is None and "a" not in rig.endings  # nobody waits for it
+    assert block_pressure(rig.scheduler.book) == (1, -(-59 // BLOCK) - 10)
+    assert rig.scheduler.metrics()["waiting"] == 1
+    rig.submit("never", prompt(121), greedy(8))
+    rig.submit("a", prompt(50), greedy(8))
+    rig.drain()
+    assert rig.endings["never"].failure.kind == "context_length_exceeded"
+    assert "is in use" in rig.endings["a"].failure.message
+    book = rig.scheduler.book
+    book.set_limits(replace(book.limits, num_kv_blocks=12))  # too little yet
+    assert book.oversized and not len(book.waiting)
+    book.set_limits(replace(book.limits, num_kv_blocks=15))
+    assert not book.oversized and [request.id for request in book.waiting] == ["a"]
+
+
+def test_a_prompt_that_kv_does_not_grow_for_is_refused_in_time():
+    rig = make(num_kv_blocks=10, growable_kv_blocks=30)
+    book = rig.scheduler.book
+    for number, name in enumerate(("a", "b", "c")):
+        rig.now = float(number)
+        rig.submit(name, prompt(50), greedy(8))
+    book.end_oversized(9.9)
+    rig.scheduler.abort("b", 9.9)
+    book.end_oversized(10.0)
+    batch = rig.scheduler.take_batch()
+    assert [(delta.request_id, delta.finish_reason) for delta in batch.deltas] == [
+        ("b", FinishReason.ABORT),
+        ("a", FinishReason.ERROR),
+    ]
+    assert batch.deltas[1].failure.message == (
+        "the prompt has 50 tokens; the KV cache holds 40 tokens (10 blocks of 4, kv.num_tokens) "
+        "and did not grow within 10 s"
+    )
+    batch = rig.scheduler.drop_all(RequestFailure("engine_restarted", "gone", retryable=True), 11.0)
+    assert [(delta.request_id, delta.failure.kind) for delta in batch.deltas] == [("c", "engine_restarted")]
+    assert not book.oversized
+
+
+def test_those_that_wait_aside_count_as_waiting():
+    rig = make(num_kv_blocks=10, growable_kv_blocks=30, max_num_running=1, max_num_waiting=1)
+    for name in ("a", "b", "c"):
+        rig.submit(name, prompt(50), greedy(8))
+    rig.drain()
+    assert list(rig.endings) == ["c"] and rig.endings["c"].failure.kind == "queue_full"
+    rig.scheduler.abort_all(1.0)
+    batch = rig.scheduler.take_batch()
+    assert [(delta.request_id, delta.finish_reason) for delta in batch.deltas] == [
+        ("a", FinishReason.ABORT),
+        ("b", FinishReason.ABORT),
+    ]
+    rig.check_baseline()
 
 
 # ---------------------------------------------------------------------------------------------- overlap
