@@ -1,6 +1,7 @@
 // The split by live rates, with injected costs and a virtual clock.
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <random>
 #include <stdexcept>
 #include <vector>
@@ -218,7 +219,8 @@ void test_collapse_to_cpu() {
   CHECK(fetched > 0 && fetched < 200);
 }
 
-// Rates that flicker around the point where the best choice changes cause at most two changes in 1,000 steps.
+// Rates that flicker around the point where the best choice changes cause at most two changes in 1,000 steps of 48
+// layers.
 void test_hysteresis(unsigned seed, double amplitude, int period) {
   std::mt19937 random(seed);
   const std::vector<std::int32_t> routes(5, 1);
@@ -236,7 +238,7 @@ void test_hysteresis(unsigned seed, double amplitude, int period) {
   for (int i = 0; i < 600; ++i) layer(planner, world, routes);
   const std::int64_t before = planner.status().changes;
   std::uniform_real_distribution<double> noise(-1.0, 1.0);
-  for (int i = 0; i < 1000; ++i) {
+  for (int i = 0; i < 48 * 1000; ++i) {
     const double phase = period == 0 ? noise(random) : (i / period % 2 == 0 ? 1.0 : -1.0);
     world.cpu = high * std::exp(amplitude * phase);
     world.fetch = std::exp(0.3 * amplitude * noise(random));

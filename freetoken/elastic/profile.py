@@ -6,9 +6,11 @@ in the file and compared when it is read.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -181,6 +183,9 @@ def _cpu_name() -> str:
 def _build() -> str:
     digest = hashlib.sha256()
     package = Path(freetoken.__file__).parent
-    for path in (Path(_native.__file__), package / "kernels" / "triton" / "expert_gemv.py"):
+    for path in (Path(_native.__file__), *sorted((package / "kernels" / "triton").glob("*.py"))):
         digest.update(path.read_bytes())
+    for name in ("torch", "triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            digest.update(importlib.metadata.version(name).encode())
     return f"{freetoken.__version__} {digest.hexdigest()[:16]}"

@@ -70,7 +70,7 @@ def measure_profile(spec: LaunchSpec) -> BandwidthProfile:
         cpu_threads=plan.cpu_threads,
         cpu_cores=plan.cpu_core_ids,
         isa=config.executor.isa,
-        make_fetch_probe=_fetch_probe(spec),
+        make_fetch_probe=_fetch_probe(spec, identity.gpu),
         hits_load_memory=config.device == "cpu",
         disk_file=Path(index.path) / index.files[-1].name,
         source="",
@@ -84,7 +84,20 @@ def measure_profile(spec: LaunchSpec) -> BandwidthProfile:
     return profile
 
 
-def _fetch_probe(spec: LaunchSpec) -> Callable[[ProbeStore, int], FetchProbe]:
+def check_gpu(identified: str, uuid: str) -> None:
+    """Raises ``ConfigError`` unless the GPU that a profile is to be of (``ProfileIdentity.gpu``) is CUDA's device 0.
+
+    Without ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` CUDA may count several cards in another order than nvidia-smi.
+    """
+    uuid = uuid.removeprefix("GPU-")
+    if uuid not in identified:
+        raise ConfigError(
+            f"CUDA's device 0 is GPU-{uuid}, but nvidia-smi's first is {identified.split(',')[0]}; "
+            "set CUDA_DEVICE_ORDER=PCI_BUS_ID or name one card in CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _fetch_probe(spec: LaunchSpec, profile_gpu: str) -> Callable[[ProbeStore, int], FetchProbe]:
     plan = spec.plan
 
     def on_cpu(store: ProbeStore, max_records: int) -> FetchProbe:
@@ -98,6 +111,7 @@ def _fetch_probe(spec: LaunchSpec) -> Callable[[ProbeStore, int], FetchProbe]:
 
         if not torch.cuda.is_available():
             raise ConfigError("device=cuda: PyTorch finds no GPU")
+        check_gpu(profile_gpu, str(getattr(torch.cuda.get_device_properties(0), "uuid", "")))
         return CudaFetchProbe(store, CudaDriver(0), torch.device("cuda", 0), spec.model.num_experts_per_tok)
 
     return on_cpu if spec.config.device == "cpu" else on_gpu

@@ -27,6 +27,17 @@ class PolicySettings:
     margin: float | None = None
     floor: float | None = None
 
+    def check(self) -> None:
+        """Raises ``TraceError`` for what no slot table takes."""
+        try:
+            SlotTable(1, 1, 1, POLICIES[0], **self.given())
+        except ValueError as error:
+            raise TraceError(str(error)) from None
+
+    def given(self) -> dict[str, float]:
+        """Those that are set."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
@@ -55,8 +66,9 @@ def parse_capacities(text: str, num_records: int) -> list[int]:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*", part)
         if match is None or (not match[2] and "." in match[1]):
             raise TraceError(f"capacity {part.strip()!r} is neither a number of slots nor a percentage")
-        count = int(num_records * float(match[1]) / 100) if match[2] else int(match[1])
-        if not 0 <= count <= num_records:
+        share = float(match[1]) / 100 if match[2] else int(match[1]) / max(num_records, 1)
+        count = int(num_records * share) if match[2] else int(match[1])
+        if share > 1:
             raise TraceError(f"capacity {part.strip()!r} is not within the model's {num_records} experts")
         slots.add(count)
     return sorted(slots)
@@ -71,18 +83,21 @@ def replay(
     progress: Callable[[str, int], None] = lambda policy, num_slots: None,
 ) -> list[ReplayResult]:
     """Every policy at every capacity, from empty slots. ``fetch_fraction``: of the misses of a layer; what CpuExecutor
-    computes cannot fill a slot (baselines fill as they like). Raises ``TraceError`` for an empty trace or an unknown
-    policy."""
+    computes cannot fill a slot (baselines fill as they like). A policy named twice runs once. Raises ``TraceError`` for
+    an empty trace, an unknown policy, and settings that are out of range."""
     if trace.num_publishes == 0:
         raise TraceError("the trace is empty")
     for name in policies:
         if name not in (*POLICIES, *BASELINES):
             raise TraceError(f"policy {name!r} is not one of {', '.join((*POLICIES, *BASELINES))}")
+    if not 0.0 <= fetch_fraction <= 1.0:
+        raise TraceError(f"fetched share {fetch_fraction} is not from 0 to 1")
+    settings.check()
     uses = trace.uses()
     sizes = np.array([len(records) for records in uses], np.int64)
     results = []
     for num_slots in capacities:
-        for name in policies:
+        for name in dict.fromkeys(policies):
             progress(name, num_slots)
             if name == "belady":
                 counts = belady(uses, num_slots)
@@ -102,8 +117,7 @@ def replay_policy(
     fetch_fraction: float = 1.0,
 ) -> NDArray[np.int64]:
     """[N, 3]: hits, fills and evictions of each publish."""
-    given = {name: value for name, value in asdict(settings).items() if value is not None}
-    table = SlotTable(trace.info.num_layers, trace.info.num_experts, num_slots, policy, **given)
+    table = SlotTable(trace.info.num_layers, trace.info.num_experts, num_slots, policy, **settings.given())
     counts = replay_publishes(
         table, trace.info.top_k, fetch_fraction, trace.layers, trace.token_counts, trace.ids, trace.admit
     )

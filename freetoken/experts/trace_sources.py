@@ -69,6 +69,10 @@ def import_csv(path: str | Path) -> RouteTrace:
     )
 
 
+_MOST_ALPHA = 100.0
+"""With more the first experts of a layer are the only ones."""
+
+
 @dataclass(frozen=True, slots=True)
 class SyntheticRoutes:
     """Random routing. Experts are drawn without replacement with probabilities 1 / rank^alpha, each layer having an
@@ -86,9 +90,11 @@ class SyntheticRoutes:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, low in (("num_tokens", 1), ("streams", 1), ("drift_tokens", 0), ("alpha", 0.0)):
+        for name, low in (("num_tokens", 1), ("streams", 1), ("drift_tokens", 0), ("seed", 0)):
             if getattr(self, name) < low:
                 raise TraceError(f"synthetic trace: {name} {getattr(self, name)} is below {low}")
+        if not 0.0 <= self.alpha <= _MOST_ALPHA:
+            raise TraceError(f"synthetic trace: alpha {self.alpha} is not from 0 to {_MOST_ALPHA:g}")
         if not 0.0 <= self.locality < 1.0:
             raise TraceError(f"synthetic trace: locality {self.locality} is not from 0 to below 1")
 

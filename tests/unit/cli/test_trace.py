@@ -43,6 +43,9 @@ def test_mistakes_are_told_in_a_line(tmp_path, capsys):
         (["replay", str(text)], "not a route trace"),
         (["import", str(text), str(tmp_path / "t")], "not a routing CSV"),
         (["synth", str(tmp_path / "t"), "--locality", "2"], "locality 2"),
+        (["synth", str(tmp_path / "t"), "--alpha", "nan"], "alpha nan"),
+        (["synth", str(tmp_path / "t"), "--alpha", "1e308"], "alpha 1e+308"),
+        (["synth", str(tmp_path / "t"), "--seed", "-1"], "seed -1"),
     ):
         assert main(["trace", *arguments]) == 1
         assert told in capsys.readouterr().err

@@ -16,6 +16,8 @@ from freetoken.elastic.bandwidth import CpuFetchProbe, ProbeStore, measure_bandw
 from freetoken.elastic.boot_plan import CheckpointSizes, plan_boot
 from freetoken.elastic.machine import MachineInfo
 from freetoken.elastic.profile import identify, load_profile, make_profile, profile_path, save_profile
+from freetoken.engine.bandwidth import check_gpu
+from freetoken.errors import ConfigError
 from freetoken.execution.cuda.fetch_probe import CudaFetchProbe
 from freetoken.kernels.triton.common import INTERPRETED
 from freetoken.models.spec import ModelSpec, RopeSpec, RouterSpec
@@ -131,3 +133,10 @@ def test_a_gpu_that_nobody_names_has_no_profile(monkeypatch):
     assert identity_of(device="cuda") is None
     monkeypatch.setattr(profiles, "gpu_identity", lambda: "GPU-7, 570.86")
     assert identity_of(device="cuda").gpu == "GPU-7, 570.86"
+
+
+def test_a_profile_is_of_the_gpu_that_is_measured():
+    check_gpu("GPU-7a, 570.86, NVIDIA", "7a")
+    check_gpu("GPU-7a, 570.86, NVIDIA", "")  # a PyTorch that does not tell
+    with pytest.raises(ConfigError, match="GPU-8b, but nvidia-smi's first is GPU-7a; set CUDA_DEVICE_ORDER"):
+        check_gpu("GPU-7a, 570.86, NVIDIA", "GPU-8b")

@@ -65,7 +65,13 @@ def test_a_trace_is_replayed_the_same_twice():
 
 def test_capacities():
     assert parse_capacities("10%, 7,50%,7", 200) == [7, 20, 100]
-    for text, match in (("", "neither"), ("1.5", "neither"), ("101%", "not within"), ("201", "not within")):
+    for text, match in (
+        ("", "neither"),
+        ("1.5", "neither"),
+        ("101%", "not within"),
+        ("100.1%", "not within"),
+        ("201", "not within"),
+    ):
         with pytest.raises(TraceError, match=match):
             parse_capacities(text, 200)
 
@@ -74,3 +80,20 @@ def test_refusals():
     trace = draw_trace(SyntheticRoutes(2, 1, 8, 2))
     with pytest.raises(TraceError, match="'fifo'"):
         replay(trace, [4], ["fifo"])
+    for share in (-0.1, 1.1, float("nan")):
+        with pytest.raises(TraceError, match="not from 0 to 1"):
+            replay(trace, [4], ["crf"], fetch_fraction=share)
+    for settings in (
+        {"half_life_tokens": 0.0},
+        {"half_life_tokens": 1e6},
+        {"margin": float("nan")},
+        {"margin": 0.0},
+        {"floor": -1.0},
+    ):
+        with pytest.raises(TraceError, match=next(iter(settings))):
+            replay(trace, [4], ["crf"], PolicySettings(**settings))
+
+
+def test_a_policy_named_twice_runs_once():
+    trace = draw_trace(SyntheticRoutes(2, 1, 8, 2))
+    assert [result.policy for result in replay(trace, [4], ["lru", "crf", "lru"])] == ["lru", "crf"]
