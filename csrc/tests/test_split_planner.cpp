@@ -1,7 +1,6 @@
 // The split by live rates, with injected costs and a virtual clock.
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <random>
 #include <stdexcept>
 #include <vector>
