@@ -66,11 +66,10 @@ def parse_capacities(text: str, num_records: int) -> list[int]:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%?)\s*", part)
         if match is None or (not match[2] and "." in match[1]):
             raise TraceError(f"capacity {part.strip()!r} is neither a number of slots nor a percentage")
-        share = float(match[1]) / 100 if match[2] else int(match[1]) / max(num_records, 1)
-        count = int(num_records * share) if match[2] else int(match[1])
-        if share > 1:
+        count = num_records * float(match[1]) / 100 if match[2] else int(match[1])
+        if count > num_records:
             raise TraceError(f"capacity {part.strip()!r} is not within the model's {num_records} experts")
-        slots.add(count)
+        slots.add(int(count))
     return sorted(slots)
 
 

@@ -65,6 +65,7 @@ def test_a_trace_is_replayed_the_same_twice():
 
 def test_capacities():
     assert parse_capacities("10%, 7,50%,7", 200) == [7, 20, 100]
+    assert parse_capacities("29%", 100) == [29]  # not 28.999
     for text, match in (
         ("", "neither"),
         ("1.5", "neither"),
