@@ -33,10 +33,9 @@ def build_model(shape: str, dtype: str, multiprocessors: int, max_samples: int):
     from freetoken.checkpoint.synthetic.shapes import shape_config
     from freetoken.execution.cuda.arena import CudaArena
     from freetoken.execution.cuda.data_plane import DataPlane, ExpertRecords
-    from freetoken.execution.cuda.device_model import DeviceLimits, DeviceModel
+    from freetoken.execution.cuda.device_model import DeviceLimits, DeviceModel, StepBuffers
     from freetoken.execution.cuda.host_memory import MailboxWindow
-    from freetoken.execution.cuda.report import ReportBuffers
-    from freetoken.execution.cuda.staging import RecordSources, Stager
+    from freetoken.execution.cuda.staging import Stager
     from freetoken.execution.cuda.weights import DenseWeights
     from freetoken.execution.kv_geometry import KVGeometry
     from freetoken.kernels.triton.linear import Q4_0Weight
@@ -65,9 +64,9 @@ def build_model(shape: str, dtype: str, multiprocessors: int, max_samples: int):
     limits = DeviceLimits(4 * max_samples + 64, max_samples, 4096, 32768, 16)
     kv = KVGeometry(64, spec.num_layers, 16, spec.num_kv_heads, spec.head_dim, "f32" if dtype == "f32" else "bf16")
     layers = len(spec.moe_layers)
-    report = ReportBuffers(layers, max_samples, device)
+    buffers = StepBuffers(spec, limits, device)
     if not spec.is_moe:
-        model = DeviceModel(dense, CudaArena(kv, 0, 0, 0, device), None, report, limits)
+        model = DeviceModel(dense, CudaArena(kv, 0, 0, 0, device), None, buffers, limits)
         model.num_multiprocessors = multiprocessors
         model.attach(None)
         return model
@@ -84,12 +83,10 @@ def build_model(shape: str, dtype: str, multiprocessors: int, max_samples: int):
     # Addresses as they are on the machine: above 4 GiB, so 64-bit arguments.
     records = ExpertRecords(torch.ones((layers, spec.num_experts), dtype=torch.int64), (layout,) * layers)
     assert spec.router is not None
-    plane = DataPlane(window, records, arena, spec.router, 20.0, report.counts)
-    nowhere = np.zeros((layers, spec.num_experts), np.int64)
-    sources = RecordSources(nowhere, nowhere.astype(np.int32))
+    plane = DataPlane(window, records, arena, spec.router, 20.0, buffers.report.counts)
     strides = (layout.stride_bytes,) * layers
-    stager = Stager(HostCopier(), sources, strides, arena.staging_address, arena.staging.numel(), device)
-    model = DeviceModel(dense, arena, plane, report, limits, stager)
+    stager = Stager(HostCopier(), strides, spec.num_experts, arena.staging_address, arena.staging.numel(), device)
+    model = DeviceModel(dense, arena, plane, buffers, limits, stager)
     model.num_multiprocessors = multiprocessors
     model.attach(mailbox)
     return model

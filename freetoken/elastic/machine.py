@@ -36,6 +36,11 @@ def read_machine(device: str = "cpu") -> MachineInfo:
     return MachineInfo(_physical_cores(), total, available, *(gpu or (None, None)))
 
 
+def pinnable_bytes(total_bytes: int) -> int:
+    """Of a machine's memory, what may be pinned: the system and others keep a fifth that can be moved and swapped."""
+    return total_bytes // 5 * 4
+
+
 def gpu_memory() -> tuple[int, int] | None:
     """(all, free) bytes of the GPU that a process would see first; None when nvidia-smi does not tell."""
     found = query_gpu("memory.total,memory.free", 0)

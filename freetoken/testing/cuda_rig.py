@@ -32,16 +32,22 @@ from freetoken.launch_spec import LaunchSpec
 
 
 class HostDriver:
-    """``HostMemoryDriver`` where the device is the host. ``limit_bytes``: how much can be registered."""
+    """``HostMemoryDriver`` where the device is the host. ``limit_bytes``: how much can be registered, ``largest_bytes``
+    of it at once."""
 
-    def __init__(self, limit_bytes: int | None = None) -> None:
+    def __init__(self, limit_bytes: int | None = None, largest_bytes: int | None = None) -> None:
         self.ranges: dict[int, int] = {}
+        self.most_bytes = 0
         self._limit_bytes = limit_bytes
+        self._largest_bytes = largest_bytes
 
     def register(self, address: int, size_bytes: int) -> str | None:
         if self._limit_bytes is not None and sum(self.ranges.values()) + size_bytes > self._limit_bytes:
             return "out of memory to register"
+        if self._largest_bytes is not None and size_bytes > self._largest_bytes:
+            return "too much at once"
         self.ranges[address] = size_bytes
+        self.most_bytes = max(self.most_bytes, sum(self.ranges.values()))
         return None
 
     def unregister(self, address: int) -> None:

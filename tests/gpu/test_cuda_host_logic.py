@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from freetoken._native import SharedSegment
 from freetoken.errors import FreeTokenError
@@ -18,14 +20,10 @@ from freetoken.messages import RowResult, StepFailed, StepPlan, StepResult, Step
 
 pytest.importorskip("triton", reason="needs triton")
 
+from freetoken.execution.cuda import host_memory
 from freetoken.execution.cuda.enqueued import Pending
 from freetoken.execution.cuda.executor import CudaStepExecutor
-from freetoken.execution.cuda.host_memory import (
-    MailboxWindow,
-    RegisteredStore,
-    plan_pieces,
-    segment_address,
-)
+from freetoken.execution.cuda.host_memory import MailboxWindow, RegisteredStore, piece_end, segment_address
 from freetoken.execution.cuda.inputs import RequestTable, StepInputs, StepShape, pack_fields
 from freetoken.execution.cuda.pieces import PIECE_BUCKETS, cut_pieces, query_blocks
 from freetoken.execution.cuda.watchdog import Watchdog
@@ -127,30 +125,111 @@ def test_notes_of_a_step_that_does_not_run_are_forgotten() -> None:
 # ------------------------------------------------------------------------------------------------ host memory
 
 
+PAGE = 4096
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 8 * PAGE)
+    monkeypatch.setattr(host_memory, "SMALLEST_PIECE_BYTES", PAGE)
+    monkeypatch.setattr(host_memory, "HEADROOM_BYTES", 2 * PAGE)
+
+
 def test_pieces_end_at_records_where_they_can() -> None:
-    assert plan_pieces(10, [], 4) == [(0, 4), (4, 4), (8, 2)]
-    assert plan_pieces(10, [0, 3, 6, 9], 4) == [(0, 3), (3, 3), (6, 4)]
-    assert plan_pieces(10, [0, 9], 4) == [(0, 4), (4, 4), (8, 2)]
-    assert plan_pieces(4, [0, 2], 8) == [(0, 4)]
+    def pages(size: int, cuts: list[int], piece: int) -> list[int]:
+        ends = [0]
+        while ends[-1] < size * PAGE:
+            ends.append(piece_end(ends[-1], size * PAGE, [cut * PAGE for cut in cuts], piece * PAGE + 100))
+        return [end // PAGE for end in ends[1:]]
+
+    assert pages(10, [], 4) == [4, 8, 10]
+    assert pages(10, [0, 3, 6, 9], 4) == [3, 6, 10]
+    assert pages(10, [0, 9], 4) == [4, 8, 10]
+    assert pages(4, [0, 2], 8) == [4]
 
 
-def test_registration_stops_where_the_driver_refuses() -> None:
-    page = 4096
-    segments = [SharedSegment.create(f"s{i}", 4 * page) for i in range(3)]
-    driver = HostDriver(limit_bytes=6 * page)
-    cuts = [list(range(0, 4 * page, page))] * 3
-    store = RegisteredStore(driver, segments, cuts, wanted=[False, True, True], piece_bytes=page)
-    assert store.fetchable == [0, 4 * page, 2 * page]
-    record_segment = np.array([[1, 1, 2, 2, 0]], np.int32)
-    record_offset = np.array([[0, 3 * page, page, 2 * page, 0]], np.int64)
-    table = store.record_addresses(record_segment, record_offset, [page])
-    base = [segment_address(segment) for segment in segments]
-    assert table.tolist() == [[base[1], base[1] + 3 * page, base[2] + page, 0, 0]]
-    # A record that crosses pieces is readable where the device sees them side by side.
-    assert store.device_address(1, page, 2 * page) == base[1] + page
-    assert store.device_address(2, page, 2 * page) == 0
+def whole_records(store: RegisteredStore, segments: list[SharedSegment], stride: int) -> list[list[bool]]:
+    """By segment: which records of ``stride`` bytes, one after the other, the device can read, in agreement of all
+    that tell."""
+    found = []
+    for number, segment in enumerate(segments):
+        offset = np.arange(0, segment.size_bytes - stride + 1, stride, dtype=np.int64)[None]
+        at = np.full(offset.shape, number, np.int32)
+        table = store.record_addresses(at, offset, [stride])
+        addresses, ranges = store.record_sources(at, offset, [stride])
+        base = segment_address(segment)
+        leading = offset + stride <= store.fetchable[number]
+        assert (table == np.where(leading, offset + base, 0)).all() and ((ranges >= 0) <= leading).all()
+        assert (addresses == offset + base).all()
+        found.append(leading[0].tolist())
+    return found
+
+
+@pytest.mark.usefixtures("small_pieces")
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 24), min_size=1, max_size=3),
+    record=st.integers(1, 5),
+    limit=st.integers(0, 80),
+    most=st.integers(0, 80),
+    largest=st.sampled_from([1, 3, 1000]),
+)
+def test_all_but_the_smallest_piece_of_what_can_be_pinned_is(
+    sizes: list[int], record: int, limit: int, most: int, largest: int
+) -> None:
+    """Under a limit of the driver's, one for each registration, and one of our own."""
+    segments = [SharedSegment.create(f"s{i}", size * record * PAGE) for i, size in enumerate(sizes)]
+    cuts = [list(range(0, segment.size_bytes, record * PAGE)) for segment in segments]
+    driver = HostDriver(limit_bytes=limit * PAGE, largest_bytes=max(largest, record, 2) * PAGE)
+    store = RegisteredStore(driver, segments, cuts, limit_bytes=most * PAGE)
+    total = sum(segment.size_bytes for segment in segments)
+    pinned = sum(driver.ranges.values())
+    assert pinned == store.registered_bytes == sum(store.fetchable) <= min(limit, most) * PAGE
+    assert pinned == total or pinned > min((limit - 2) * PAGE, most * PAGE) - record * PAGE
+    assert all(address % PAGE == 0 for address in driver.ranges)
+    whole = whole_records(store, segments, record * PAGE)
+    assert sum(map(sum, whole)) * record * PAGE == pinned
     store.close()
     store.close()
+    assert driver.ranges == {} and driver.most_bytes <= limit * PAGE
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_segments_that_are_not_wanted_are_left_alone() -> None:
+    segments = [SharedSegment.create(f"s{i}", 4 * PAGE) for i in range(3)]
+    cuts = [list(range(0, 4 * PAGE, PAGE))] * 3
+    store = RegisteredStore(HostDriver(limit_bytes=8 * PAGE), segments, cuts, wanted=[False, True, True])
+    assert store.fetchable == [0, 4 * PAGE, 4 * PAGE] or store.fetchable == [0, 4 * PAGE, 2 * PAGE]
+    assert store.device_address(0, 0, PAGE) == 0
+    store.close()
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_records_at_the_edges_of_pieces() -> None:
+    """One that crosses into what is not pinned cannot be read; one that crosses pieces can, but not be copied whole."""
+    segments = [SharedSegment.create("s", 24 * PAGE)]
+    driver = HostDriver(limit_bytes=12 * PAGE)
+    store = RegisteredStore(driver, segments, [[]])  # cut anywhere: 8 pages, then 2, 1 and 1
+    assert store.fetchable == [10 * PAGE]
+    at, offset = np.zeros((1, 3), np.int32), np.array([[0, 7 * PAGE, 9 * PAGE]], np.int64)
+    base = segment_address(segments[0])
+    assert store.record_addresses(at, offset, [2 * PAGE]).tolist() == [[base, base + 7 * PAGE, 0]]
+    _, ranges = store.record_sources(at, offset, [2 * PAGE])
+    assert ranges.tolist() == [[0, -1, -1]]
+    store.close()
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_store_whose_registration_breaks_off_keeps_nothing() -> None:
+    class Broken(HostDriver):
+        def device_address(self, address: int) -> int:
+            if len(self.ranges) > 3:
+                raise FreeTokenError("no device address")
+            return address
+
+    driver = Broken()
+    with pytest.raises(FreeTokenError, match="no device address"):
+        RegisteredStore(driver, [SharedSegment.create("s", 40 * PAGE)], [[]])
     assert driver.ranges == {}
 
 

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from freetoken._native import Mailbox
 from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.errors import CapacityError, FreeTokenError
 from freetoken.messages import ExpertCounters, RequestInit, StepPlan, StepRow
 from freetoken.testing.tiny_checkpoints import load_tiny_checkpoint
+from freetoken.units import align_up
 
 triton = pytest.importorskip("triton", reason="needs triton")
 ON_GPU = torch.cuda.is_available()
@@ -24,11 +26,12 @@ if not ON_GPU and not triton.knobs.runtime.interpret:
     pytest.skip("needs a CUDA device or TRITON_INTERPRET=1 in the environment", allow_module_level=True)
 
 from freetoken.costs import assumed_costs  # noqa: E402
-from freetoken.execution.cuda import device_model, expert_kernels  # noqa: E402
+from freetoken.execution.cuda import device_model, expert_kernels, host_memory  # noqa: E402
 from freetoken.execution.cuda import enqueued as enqueued_module  # noqa: E402
 from freetoken.execution.cuda.prefill_costs import PrefillCosts  # noqa: E402
 from freetoken.execution.cuda.runtime import CudaRuntime  # noqa: E402
 from freetoken.execution.cuda.staging import NothingMissing, RecordSources, StagedStep, Stager, plan_copies  # noqa: E402
+from freetoken.experts.device_client import plan_mailbox  # noqa: E402
 from freetoken.testing.cuda_rig import CudaRig, HostCopier, HostDriver, load_store  # noqa: E402
 from tests.gpu.test_cuda_executor import GREEDY, TOLERANCE, launch_of, ok  # noqa: E402
 
@@ -220,6 +223,34 @@ def test_no_long_pieces_where_some_records_cannot_be_read(directory: Path) -> No
 
 
 @pytest.mark.skipif(ON_GPU, reason="registers with a driver of its own")
+def test_whatever_can_be_pinned_beside_the_mailbox_is_the_store(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "HEADROOM_BYTES", 4096)
+    monkeypatch.setattr(host_memory, "SMALLEST_PIECE_BYTES", 4096)
+    launch = launch_of("qwen3_moe", directory, num_slots=6)
+    index = FtwIndex.load(launch.checkpoint)
+    store = load_store(index)
+    files = zip(store.segments, index.files, strict=True)
+    size = sum(segment.size_bytes for segment, file in files if file.kind == "experts")
+    mailbox = align_up(Mailbox.required_bytes(*plan_mailbox(launch)), 4096)
+    smallest = max(4096, *(layout.stride_bytes for layout in index.layouts))
+    for limit in [mailbox - 1, *range(mailbox, mailbox + size + 9000, size // 7), mailbox + size + 4096]:
+        driver = HostDriver(limit)
+        if limit < mailbox:
+            with pytest.raises(FreeTokenError, match="mailbox"):
+                CudaRig(launch, store=store, driver=driver)
+        else:
+            for _ in range(2):  # a restarted one finds the same
+                runtime = CudaRig(launch, store=store, driver=driver).runtime
+                assert runtime.fetchable is not None
+                assert size >= sum(runtime.fetchable) >= min(size, limit - mailbox - 4096 - smallest)
+                runtime.close()
+        assert driver.ranges == {}
+    store.close()
+
+
+@pytest.mark.skipif(ON_GPU, reason="registers with a driver of its own")
 @pytest.mark.parametrize("early", [True, False])
 def test_what_was_registered_is_given_back_when_preparing_fails(
     directory: Path, monkeypatch: pytest.MonkeyPatch, early: bool
@@ -270,7 +301,8 @@ def test_a_half_is_filled_after_it_was_released_and_used_after_it_was_filled() -
     sources = RecordSources(addresses, np.zeros((layers, experts), np.int32))
     copier = Diary()
     device = torch.device("cpu")
-    stager = Stager(copier, sources, (stride,) * layers, 1 << 30, 14 * stride, device)
+    stager = Stager(copier, (stride,) * layers, experts, 1 << 30, 14 * stride, device)
+    stager.sources = sources
     assert (stager.capacity, stager.num_spares, stager.spares[0]) == (4, 4, (1 << 30) + 8 * stride)
     missing = NothingMissing(layers, experts)
     missing.slot_of[...] = -1
@@ -291,8 +323,8 @@ def test_a_half_is_filled_after_it_was_released_and_used_after_it_was_filled() -
 
 
 def test_neighbouring_records_are_one_copy() -> None:
-    addresses = np.array([1000, 1100, 1200, 0, 1400, 1500, 1600, 900], np.int64)
-    ranges = np.array([0, 0, 0, 0, 0, 1, 1, 0], np.int32)
+    addresses = np.array([1000, 1100, 1200, 1300, 1400, 1500, 1600, 900], np.int64)
+    ranges = np.array([0, 0, 0, -1, 0, 1, 1, 0], np.int32)
     slot_of = np.array([-1, -1, -1, -1, -1, -1, -1, -1], np.int32)
     runs, offsets = plan_copies(addresses, ranges, slot_of, 100, 8)
     assert [(run.source, run.offset, run.size_bytes) for run in runs] == [

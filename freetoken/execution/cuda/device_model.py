@@ -29,6 +29,7 @@ from freetoken.execution.cuda.sampler import DeviceSampler, TokenMasks
 from freetoken.execution.cuda.staging import NothingMissing, StagedStep, Stager
 from freetoken.execution.cuda.weights import DenseWeights
 from freetoken.kernels.triton.attention import AttentionShape, QueryBlocks, query_block_tokens
+from freetoken.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,23 @@ class DeviceLimits:
     def max_blocks(self) -> int:
         """Blocks of the longest request."""
         return -(-self.max_context_tokens // self.block_size)
+
+
+class StepBuffers:
+    """What steps have in pinned host memory, and its counterpart on the device. Allocated before the store takes what
+    can be pinned; the background ones are for steps whose layers alternate with other steps."""
+
+    def __init__(self, spec: ModelSpec, limits: DeviceLimits, device: torch.device) -> None:
+        padded = max(limits.max_tokens, limits.max_samples) + PIECE_TOKENS
+        pieces = limits.max_tokens // PIECE_TOKENS + 2
+        largest = StepShape(padded, limits.max_samples, padded + 4 * pieces, pieces)
+        layers = len(spec.moe_layers)
+        self.inputs = self.background_inputs = StepInputs(largest, device)
+        self.report = self.background_report = ReportBuffers(layers, limits.max_samples, device)
+        self.masks = TokenMasks(limits.max_samples, spec.vocab_size, device)
+        if limits.max_tokens > LONG_TOKENS:
+            self.background_inputs = StepInputs(largest, device)
+            self.background_report = ReportBuffers(layers, limits.max_samples, device)
 
 
 class DecodeBatch:
@@ -178,7 +196,7 @@ class DeviceModel:
         weights: DenseWeights,
         arena: CudaArena,
         plane: DataPlane | None,
-        report: ReportBuffers,
+        buffers: StepBuffers,
         limits: DeviceLimits,
         stager: Stager | None = None,
         costs: PrefillCosts | None = None,
@@ -189,7 +207,9 @@ class DeviceModel:
         self.weights = weights
         self.arena = arena
         self.plane = plane
-        self.report = report
+        self.inputs, self.report = buffers.inputs, buffers.report
+        self.background_inputs, self.background_report = buffers.background_inputs, buffers.background_report
+        self.masks = buffers.masks
         self.limits = limits
         self.device = arena.device
         self._is_captured = False
@@ -199,26 +219,17 @@ class DeviceModel:
         self.num_multiprocessors: int = properties.multi_processor_count if properties else 4
         spec = weights.spec
         self.table = RequestTable(limits.max_requests, limits.max_blocks, self.device)
-        padded = max(limits.max_tokens, limits.max_samples) + PIECE_TOKENS
-        pieces = limits.max_tokens // PIECE_TOKENS + 2
-        largest = StepShape(padded, limits.max_samples, padded + 4 * pieces, pieces)
-        self.inputs = StepInputs(largest, self.device)
-        self._largest = largest
         self.logits = torch.zeros((limits.max_samples, spec.vocab_size), dtype=torch.float32, device=self.device)
         self.sampled_rows = torch.zeros((limits.max_samples, spec.hidden_size), dtype=torch.float32, device=self.device)
         self.normed_rows = torch.zeros(
             (limits.max_samples, spec.hidden_size), dtype=weights.compute_dtype, device=self.device
         )
         self.sampler = DeviceSampler(limits.max_samples, spec.vocab_size, self.device)
-        self.masks = TokenMasks(limits.max_samples, spec.vocab_size, self.device)
         self.program = LayerProgram(weights, arena, self.table, plane)
         self.decode_batches: dict[int, DecodeBatch] = {}
         self.graphs_captured = 0
         self._pieces: dict[int, PieceBatch] = {}
         self._long: PieceBatch | None = None
-        # Of background steps, whose layers alternate with other steps.
-        self.background_inputs = self.inputs
-        self.background_report = report
 
     def attach(self, mailbox: Mailbox | None) -> None:
         """Serve this mailbox from the next step on. No step may be running."""
@@ -359,10 +370,6 @@ class DeviceModel:
             return
         try:
             self._long = PieceBatch(self, size)
-            self.background_inputs = StepInputs(self._largest, self.device)
-            self.background_report = ReportBuffers(
-                len(self.weights.spec.moe_layers), self.limits.max_samples, self.device
-            )
         except torch.OutOfMemoryError:
             logger.warning("event=long_prefill_off tokens=%d detail='device memory is short'", size)
 

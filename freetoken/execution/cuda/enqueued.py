@@ -27,6 +27,7 @@ from freetoken.execution.batch_state import BatchState, InvalidPlanError, Reques
 from freetoken.execution.constraints import Grammars
 from freetoken.execution.cuda.data_plane import read_counts
 from freetoken.execution.cuda.device_model import DeviceModel
+from freetoken.execution.cuda.host_memory import empty_pinned
 from freetoken.execution.cuda.inputs import StepInputs, StepShape
 from freetoken.execution.cuda.pieces import PIECE_BUCKETS, cut_pieces
 from freetoken.execution.cuda.report import Report, ReportBuffers
@@ -324,8 +325,7 @@ class EnqueuedSteps:
         rows = [draw.row for draw in draws if draw.on_host]
         if not rows:
             return None
-        on_gpu = logits.device.type == "cuda"
-        host = torch.empty((len(rows), logits.shape[1]), dtype=torch.float32, pin_memory=on_gpu)
+        host = empty_pinned((len(rows), logits.shape[1]), torch.float32, logits.device)
         for number, row in enumerate(rows):
             host[number].copy_(logits[row], non_blocking=True)
         return host

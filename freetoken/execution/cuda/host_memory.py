@@ -1,8 +1,8 @@
 """Host memory that the device reads and writes: the store's segments and the mailbox.
 
-A segment is registered in pieces, cut at record boundaries where it can be, until the driver refuses; what lies beyond
-is not fetchable and stays with CpuExecutor. Pinned memory is a limited resource, and a store may be larger than what
-may be pinned.
+Pinned memory is a limited resource, which nobody tells the size of (on WSL2 about a gigabyte), so the driver is asked
+for it piece by piece. Pieces are cut at record boundaries where they can be; a piece that is refused is tried at half
+its size, down to ``SMALLEST_PIECE_BYTES``. What lies beyond the first that is refused even so is not fetchable.
 
 The mailbox changes with every epoch, but captured graphs hold its address. ``MailboxWindow`` is a range of addresses
 that stays: each epoch's segment is mapped into it.
@@ -11,13 +11,17 @@ that stays: each epoch's segment is mapped into it.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
+import itertools
 import logging
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from freetoken._native import SharedSegment
 from freetoken.errors import FreeTokenError
@@ -27,30 +31,38 @@ from freetoken.units import align_up, format_bytes
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 30
+SMALLEST_PIECE_BYTES = 16 << 20
+HEADROOM_BYTES = 64 << 20
+"""What the store leaves to others (the driver itself, logits for the host) of all that can be pinned."""
 PAGE_BYTES = 4096
 
 
-def plan_pieces(size_bytes: int, cuts: Sequence[int], piece_bytes: int = PIECE_BYTES) -> list[tuple[int, int]]:
-    """(offset, size) of pieces that cover a segment: each ends at the last cut within ``piece_bytes``, or there.
+def piece_end(start: int, size_bytes: int, cuts: Sequence[int], piece_bytes: int) -> int:
+    """Where a piece of a segment that starts at ``start`` ends: at the last cut within ``piece_bytes``, or there.
 
     ``cuts`` are ascending offsets, multiples of a page, at which it is good to cut (starts of records).
     """
-    pieces = []
-    start = 0
-    while start < size_bytes:
-        end = min(start + piece_bytes, size_bytes)
-        if end < size_bytes:
-            at = bisect.bisect_right(cuts, end) - 1
-            if at >= 0 and cuts[at] > start:
-                end = cuts[at]
-        pieces.append((start, end - start))
-        start = end
-    return pieces
+    end = min(start + piece_bytes // PAGE_BYTES * PAGE_BYTES, size_bytes)
+    if end < size_bytes:
+        at = bisect.bisect_right(cuts, end) - 1
+        if at >= 0 and cuts[at] > start:
+            end = cuts[at]
+    return end
 
 
 def segment_address(segment: SharedSegment) -> int:
     """Where this process has mapped the segment."""
     return int(np.frombuffer(memoryview(segment), np.uint8).ctypes.data)
+
+
+def empty_pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """For copies to and from ``device``. Pageable, so that they hold up the caller, where no more can be pinned."""
+    if device.type == "cuda":
+        try:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        except RuntimeError as error:
+            logger.warning("event=not_pinned shape=%s detail=%r", tuple(shape), str(error))
+    return torch.empty(shape, dtype=dtype)
 
 
 class RegisteredStore:
@@ -63,39 +75,60 @@ class RegisteredStore:
         cuts: Sequence[Sequence[int]],
         *,
         wanted: Sequence[bool] | None = None,
-        piece_bytes: int = PIECE_BYTES,
+        limit_bytes: int | None = None,
     ) -> None:
-        """``cuts[i]`` are segment i's record starts. Segments that are not ``wanted`` are left alone (dense
-        weights)."""
+        """``cuts[i]`` are segment i's record starts. Segments that are not ``wanted`` are left alone (dense weights).
+        No more than ``limit_bytes`` are registered."""
         self._driver = driver
         self._segments = tuple(segments)
         self._pieces: list[list[tuple[int, int, int]]] = [[] for _ in segments]  # offset, size, device address
         self.fetchable: list[int] = [0] * len(segments)
-        refusal: str | None = None
-        for number, segment in enumerate(segments):
-            if wanted is not None and not wanted[number]:
-                continue
-            base = segment_address(segment)
-            for offset, size in plan_pieces(segment.size_bytes, cuts[number], piece_bytes):
-                refusal = driver.register(base + offset, size)
-                if refusal is not None:
-                    break
-                self._pieces[number].append((offset, size, driver.device_address(base + offset)))
-                self.fetchable[number] = offset + size
-            if refusal is not None:
-                break
-        total = sum(s.size_bytes for i, s in enumerate(segments) if wanted is None or wanted[i])
+        chosen = [i for i in range(len(segments)) if wanted is None or wanted[i]]
+        self.total_bytes = sum(segments[i].size_bytes for i in chosen)
+        try:
+            refusal = self._register(chosen, cuts, self.total_bytes if limit_bytes is None else limit_bytes)
+        except BaseException:
+            self.close()
+            raise
         self.registered_bytes = sum(self.fetchable)
         if refusal is not None:
             logger.warning(
-                "event=store_partly_registered bytes=%d of=%d detail=%r: experts in the other %s run on the CPU only",
+                "event=store_partly_registered pinned_bytes=%d unpinned_bytes=%d detail=%r",
                 self.registered_bytes,
-                total,
-                refusal,
-                format_bytes(total - self.registered_bytes),
+                self.total_bytes - self.registered_bytes,
+                f"{refusal}; the device cannot read the experts in the other "
+                f"{format_bytes(self.total_bytes - self.registered_bytes)} where they are",
             )
         else:
             logger.info("event=store_registered bytes=%d", self.registered_bytes)
+
+    def _register(self, chosen: Sequence[int], cuts: Sequence[Sequence[int]], limit_bytes: int) -> str | None:
+        """Why not everything is registered; None when it is."""
+        piece, left = PIECE_BYTES, limit_bytes
+        with _headroom(self._driver, HEADROOM_BYTES) as refusal:
+            if refusal is not None:
+                return refusal
+            for number in chosen:
+                base, size = segment_address(self._segments[number]), self._segments[number].size_bytes
+                smallest = max([SMALLEST_PIECE_BYTES, *(b - a for a, b in itertools.pairwise([*cuts[number], size]))])
+                offset = 0
+                while offset < size:
+                    if left < min(smallest, size - offset):
+                        return f"no more than {format_bytes(limit_bytes)} are to be pinned on this machine"
+                    end = piece_end(offset, size, cuts[number], min(piece, left))
+                    refusal = self._driver.register(base + offset, end - offset)
+                    if refusal is None:
+                        self._pieces[number].append((offset, end - offset, 0))
+                        address = self._driver.device_address(base + offset)
+                        self._pieces[number][-1] = (offset, end - offset, address)
+                        self.fetchable[number] = end
+                        left -= end - offset
+                        offset = end
+                    elif end - offset > smallest:
+                        piece = max((end - offset) // 2, smallest)
+                    else:
+                        return refusal
+        return None
 
     def device_address(self, segment: int, offset: int, size_bytes: int) -> int:
         """Of a range that lies in registered memory; 0 when it does not. Raises nothing."""
@@ -128,9 +161,10 @@ class RegisteredStore:
         self, record_segment: NDArray[np.int32], record_offset: NDArray[np.int64], strides: Sequence[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """(host addresses, numbers of the registered ranges), both [L, E], for copies by the copy engine, which must
-        not leave a range. Address 0 where a record does not lie in one. ``strides`` [L] in bytes."""
-        addresses = np.zeros(record_segment.shape, np.int64)
-        ranges = np.zeros(record_segment.shape, np.int32)
+        not leave a range. Range -1 where a record does not lie in one. ``strides`` [L] in bytes."""
+        bases = np.array([segment_address(segment) for segment in self._segments], np.int64)
+        addresses = bases[record_segment] + record_offset
+        ranges = np.full(record_segment.shape, -1, np.int32)
         first_range = 0
         for number, pieces in enumerate(self._pieces):
             if not pieces:
@@ -140,7 +174,6 @@ class RegisteredStore:
             at = np.searchsorted(starts, record_offset, side="right") - 1
             stride = np.broadcast_to(np.asarray(strides, np.int64)[:, None], record_offset.shape)
             inside = (record_segment == number) & (at >= 0) & (record_offset + stride <= ends[np.maximum(at, 0)])
-            addresses[inside] = record_offset[inside] + segment_address(self._segments[number])
             ranges[inside] = at[inside] + first_range
             first_range += len(pieces)
         return addresses, ranges
@@ -155,6 +188,21 @@ class RegisteredStore:
         self._segments = ()
         self._pieces = []
         self.fetchable = [0] * len(self.fetchable)
+
+
+@contextlib.contextmanager
+def _headroom(driver: HostMemoryDriver, size_bytes: int) -> Iterator[str | None]:
+    """Memory that is registered meanwhile, so that so much can be afterwards. Yields why it cannot be, or None."""
+    address = _mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    try:
+        refusal = driver.register(address, size_bytes)
+        try:
+            yield refusal
+        finally:
+            if refusal is None:
+                driver.unregister(address)
+    finally:
+        _munmap(address, size_bytes)
 
 
 class MailboxWindow:
@@ -209,7 +257,7 @@ class MailboxWindow:
         """Give the addresses back; idempotent."""
         self.detach()
         if self.address:
-            _libc().munmap(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size_bytes))
+            _munmap(self.address, self.size_bytes)
             self.address = 0
 
     def _blank(self) -> None:
@@ -222,6 +270,10 @@ _MAP_FIXED = 0x10
 
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
+
+
+def _munmap(address: int, size_bytes: int) -> None:
+    _libc().munmap(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes))
 
 
 def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int) -> int:

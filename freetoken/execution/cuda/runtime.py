@@ -13,11 +13,12 @@ from freetoken._native import Mailbox, SharedSegment
 from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.checkpoint.held_store import HeldStore
 from freetoken.costs import assumed_costs
-from freetoken.errors import CheckpointError
+from freetoken.elastic.machine import pinnable_bytes, read_machine
+from freetoken.errors import CapacityError, CheckpointError
 from freetoken.execution.constraints import Grammars
 from freetoken.execution.cuda.arena import TORCH_DTYPES, CudaArena
 from freetoken.execution.cuda.data_plane import DataPlane, ExpertRecords
-from freetoken.execution.cuda.device_model import DECODE_BATCHES, DeviceLimits, DeviceModel
+from freetoken.execution.cuda.device_model import DECODE_BATCHES, DeviceLimits, DeviceModel, StepBuffers
 from freetoken.execution.cuda.driver import CudaDriver, HostMemoryDriver
 from freetoken.execution.cuda.executor import CudaStepExecutor
 from freetoken.execution.cuda.host_memory import MailboxWindow, RegisteredStore
@@ -30,7 +31,6 @@ from freetoken.execution.dense_weights import map_dense_weights
 from freetoken.execution.step_executor import StepLimits
 from freetoken.experts.device_client import plan_mailbox
 from freetoken.launch_spec import LaunchSpec
-from freetoken.quant.record import RecordLayout
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,8 @@ class CudaRuntime:
         driver: HostMemoryDriver,
         on_progress: Progress = lambda done, total, what: None,
     ) -> None:
-        """Registers the store. Raises ``CheckpointError`` when store and index do not belong together."""
+        """Pins what steps need, then as much of the store as can be. Raises ``CheckpointError`` when store and index do
+        not belong together, ``FreeTokenError`` when not even the mailbox can be registered."""
         for what, found in (("the store", store.fingerprint), (str(index.path), index.fingerprint)):
             if found != launch.fingerprint:
                 raise CheckpointError(
@@ -73,8 +74,8 @@ class CudaRuntime:
         self._window: MailboxWindow | None = None
         self._warm_mailbox: Mailbox | None = None
         self._watchdog: Watchdog | None = None
-        max_samples = max(launch.config.scheduler.max_num_running, 1)
-        self._report = ReportBuffers(len(spec.moe_layers), max_samples, arena.device)
+        self._limits = self._device_limits()
+        self._buffers = self._pin_buffers()
         self._plane: DataPlane | None = None
         self._model: DeviceModel | None = None
         self._mailbox: Mailbox | None = None
@@ -86,23 +87,55 @@ class CudaRuntime:
                 self.close()
                 raise
 
+    def _device_limits(self) -> DeviceLimits:
+        plan = self._launch.plan
+        max_samples = max(self._launch.config.scheduler.max_num_running, 1)
+        return DeviceLimits(
+            max_requests=4 * max_samples + 64,
+            max_samples=max_samples,
+            max_tokens=plan.max_batch_tokens,
+            max_context_tokens=plan.max_context_tokens,
+            block_size=plan.kv_block_size,
+            decode_batches=decode_batch_sizes(max_samples),
+        )
+
+    def _pin_buffers(self) -> StepBuffers:
+        try:
+            return StepBuffers(self._launch.model, self._limits, self._arena.device)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise CapacityError(
+                f"host memory for steps of up to {self._limits.max_tokens} tokens cannot be pinned ({error}); lower "
+                f"scheduler.max_num_batched_tokens"
+            ) from error
+
     def _open_plane(self, driver: HostMemoryDriver) -> DataPlane:
         launch, index, store = self._launch, self._index, self._store
         self._on_progress(0, 0, "registering the store with the GPU")
+        geometry = plan_mailbox(launch)
+        segment = SharedSegment.create("freetoken-warm-up", Mailbox.required_bytes(*geometry))
+        self._warm_mailbox = Mailbox.create(segment, 0, *geometry)
+        self._warm_mailbox.abort()
+        # Nothing works without the mailbox. What can be pinned beyond it and the steps' buffers is the store's.
+        self._window = MailboxWindow(driver, segment.size_bytes)
+        self._window.attach(segment)
+        layouts = tuple(index.layout_of(layer) for layer in range(len(launch.model.moe_layers)))
+        strides = tuple(layout.stride_bytes for layout in layouts)
+        self._stager = self._build_stager(driver, strides)
         self._registered = RegisteredStore(
             driver,
             store.segments,
             _record_cuts(index),
             wanted=[file.kind == "experts" for file in index.files],
+            limit_bytes=pinnable_bytes(read_machine().total_bytes),
         )
-        layouts = tuple(index.layout_of(layer) for layer in range(len(launch.model.moe_layers)))
-        table = self._registered.record_addresses(
-            index.record_file, index.record_offset, [layout.stride_bytes for layout in layouts]
-        )
-        self._stager = self._build_stager(driver, layouts)
+        table = self._registered.record_addresses(index.record_file, index.record_offset, strides)
+        if self._stager is not None:
+            sources = self._registered.record_sources(index.record_file, index.record_offset, strides)
+            self._stager.sources = RecordSources(*sources)
         records = ExpertRecords(torch.from_numpy(table).to(self._arena.device), layouts)
-        self._window = MailboxWindow(driver, Mailbox.required_bytes(*plan_mailbox(launch)))
-        return self._build_plane(records, self._report)
+        return self._build_plane(records, self._buffers.report)
 
     def _build_plane(self, records: ExpertRecords, report: ReportBuffers) -> DataPlane:
         router = self._launch.model.router
@@ -111,15 +144,17 @@ class CudaRuntime:
             self._window, records, self._arena, router, self._launch.config.executor.wait_timeout_s, report.counts
         )
 
-    def _build_stager(self, driver: HostMemoryDriver, layouts: tuple[RecordLayout, ...]) -> Stager | None:
-        arena, index = self._arena, self._index
-        strides = tuple(layout.stride_bytes for layout in layouts)
+    def _build_stager(self, driver: HostMemoryDriver, strides: tuple[int, ...]) -> Stager | None:
+        arena = self._arena
         if arena.staging.numel() < 4 * max(strides):
             return None
-        assert self._registered is not None
-        sources = RecordSources(*self._registered.record_sources(index.record_file, index.record_offset, strides))
         return Stager(
-            self._build_copier(driver), sources, strides, arena.staging_address, arena.staging.numel(), arena.device
+            self._build_copier(driver),
+            strides,
+            self._launch.model.num_experts,
+            arena.staging_address,
+            arena.staging.numel(),
+            arena.device,
         )
 
     def _build_copier(self, driver: HostMemoryDriver) -> RecordCopier:
@@ -151,16 +186,9 @@ class CudaRuntime:
             TORCH_DTYPES[plan.kv_dtype],
             self._arena.device,
         )
-        max_samples = max(self._launch.config.scheduler.max_num_running, 1)
-        limits = DeviceLimits(
-            max_requests=4 * max_samples + 64,
-            max_samples=max_samples,
-            max_tokens=plan.max_batch_tokens,
-            max_context_tokens=plan.max_context_tokens,
-            block_size=plan.kv_block_size,
-            decode_batches=decode_batch_sizes(max_samples),
+        return DeviceModel(
+            weights, self._arena, self._plane, self._buffers, self._limits, self._stager, self._prefill_costs()
         )
-        return DeviceModel(weights, self._arena, self._plane, self._report, limits, self._stager, self._prefill_costs())
 
     @property
     def fetchable(self) -> tuple[int, ...] | None:
@@ -185,11 +213,6 @@ class CudaRuntime:
         self._arena.stream = self._model.stream
         if capture:
             self._arena.warm_up()
-        if self._plane is not None:
-            geometry = plan_mailbox(self._launch)
-            segment = SharedSegment.create("freetoken-warm-up", Mailbox.required_bytes(*geometry))
-            self._warm_mailbox = Mailbox.create(segment, 0, *geometry)
-            self._warm_mailbox.abort()
         self.model.attach(self._warm_mailbox)
         self.model.prepare(self._on_progress, capture)
 

@@ -50,8 +50,8 @@ class RecordCopier(Protocol):
 
 @dataclass(frozen=True)
 class RecordSources:
-    """``addresses`` int64 [L, E]: host addresses of records that lie in one registered range each (0: not so).
-    ``ranges`` int32 [L, E] numbers the ranges: no copy may cross them."""
+    """``addresses`` int64 [L, E]: host addresses of records. ``ranges`` int32 [L, E] numbers the registered ranges: no
+    copy may cross them, and none is made of a record that lies in none (-1)."""
 
     addresses: NDArray[np.int64]
     ranges: NDArray[np.int32]
@@ -78,7 +78,7 @@ def plan_copies(
     Every record without a slot is staged, in the order of addresses, up to ``capacity`` of them.
     """
     offsets = np.full(len(addresses), -1, np.int64)
-    missing = np.flatnonzero((slot_of < 0) & (addresses != 0))
+    missing = np.flatnonzero((slot_of < 0) & (ranges >= 0))
     missing = missing[np.argsort(addresses[missing], kind="stable")][:capacity]
     if not len(missing):
         return [], offsets
@@ -101,21 +101,22 @@ class Stager:
     def __init__(
         self,
         copier: RecordCopier,
-        sources: RecordSources,
         strides: tuple[int, ...],
+        num_experts: int,
         address: int,
         size_bytes: int,
         device: torch.device,
     ) -> None:
-        """``strides`` [L]: bytes per record by layer. The buffer lies at device address ``address``."""
+        """``strides`` [L]: bytes per record by layer. The buffer lies at device address ``address``. It stages nothing
+        before it has its ``sources``."""
         self._copier = copier
-        self._sources = sources
+        nowhere = np.zeros((len(strides), num_experts), np.int64)
+        self.sources = RecordSources(nowhere, nowhere.astype(np.int32) - 1)
         self._strides = strides
         self.place_bytes = max(strides)
         self.address = address
         places = size_bytes // self.place_bytes
         self.num_spares = min(SPARE_RECORDS, places // 3)
-        num_experts = sources.addresses.shape[1]
         self.capacity = self._half = min(num_experts, (places - self.num_spares) // 2)
         """Records per half; 0 after the copy engine has refused."""
         self.num_places = places
@@ -145,7 +146,7 @@ class Stager:
         half = layer % 2
         base = self.address + half * self._half * self.place_bytes
         runs, offsets = plan_copies(
-            self._sources.addresses[layer], self._sources.ranges[layer], slot_of, self._strides[layer], self.capacity
+            self.sources.addresses[layer], self.sources.ranges[layer], slot_of, self._strides[layer], self.capacity
         )
         # The row was last used by an earlier step, which is over. The table goes by the steps' stream: it is read, and
         # replaced, in that stream's order; only the records behind it need the half's events.
