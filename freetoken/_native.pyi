@@ -577,6 +577,12 @@ class CacheServer:
     def split_status(self) -> dict[str, Any] | None:
         """Of decode steps (up to 16 tokens), keys as ``SplitPlanner.status``; None while no rates are measured."""
 
+    def set_lookahead(self, on: bool) -> None:
+        """Whether hints are answered with records to copy ahead of time, where that pays. Off at first."""
+
+    def lookahead_status(self) -> dict[str, float]:
+        """accuracy (of recent guesses, the mean of all layers) and idle_ns (of the bus, from one layer to the next)."""
+
     # Of the table it owns, as there; any thread, and but for `empty` any time.
     def vacate(self, num_slots: int) -> Vacated: ...
     def finish_vacate(self) -> None: ...
@@ -595,7 +601,8 @@ class CacheServer:
         """Publishes that were not kept because nobody drained."""
 
     def counters(self) -> dict[str, int]:
-        """hits, fetches, cpu, admitted, evicted, fetched_bytes, cpu_bytes, publishes, plan_ns (cumulative), resident,
+        """hits, fetches, cpu, admitted, evicted, fetched_bytes, cpu_bytes, publishes, plan_ns, hints, copied_ahead and
+        used_ahead (cumulative; fetched_bytes have all that was copied ahead, fetches what of it was used), resident,
         in_flight. Of publishes whose stamps were found in order, sums of nanoseconds: own_ns (the client's hits and
         fetches, own_timed of them); and of cpu_timed ones with a CPU share: cpu_ns (its work), cpu_start_ns (from the
         plan until it began), cpu_wait_ns (the client waited for it), turn_ns (from its end to the next publish)."""

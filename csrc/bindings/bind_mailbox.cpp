@@ -74,8 +74,10 @@ py::dict describe_layout(const Mailbox& mailbox) {
   d["req_offset"] = o.req + offsetof(Word, value);
   d["plan_offset"] = o.plan + offsetof(Word, value);
   d["part_offset"] = o.part + offsetof(Word, value);
+  d["hint_offset"] = o.hint + offsetof(Word, value);
   d["abort_offset"] = o.abort;
   d["request_offset"] = o.request;
+  d["hint_request_offset"] = o.hint_request;
   d["hidden_offset"] = o.hidden;
   d["ids_offset"] = o.ids;
   d["weights_offset"] = o.weights;
@@ -84,6 +86,7 @@ py::dict describe_layout(const Mailbox& mailbox) {
   d["entries_offset"] = o.entries;
   d["routes_offset"] = o.routes;
   d["brief_offset"] = o.brief;
+  d["ahead_offset"] = o.ahead;
   d["slot_of_offset"] = o.slot_of;
   d["stamps_offset"] = o.stamps;
   d["partial_offset"] = o.partial;
@@ -95,6 +98,12 @@ py::dict describe_layout(const Mailbox& mailbox) {
   d["request_num_tokens_field"] = offsetof(RequestHeader, num_tokens);
   d["request_top_k_field"] = offsetof(RequestHeader, top_k);
   d["request_flags_field"] = offsetof(RequestHeader, flags);
+
+  d["max_hinted"] = kMaxHinted;
+  d["hint_step_id_field"] = offsetof(HintRequest, step_id);
+  d["hint_layer_field"] = offsetof(HintRequest, layer);
+  d["hint_num_ids_field"] = offsetof(HintRequest, num_ids);
+  d["hint_ids_field"] = offsetof(HintRequest, ids);
 
   d["plan_header_bytes"] = sizeof(PlanHeader);
   d["plan_seq_field"] = offsetof(PlanHeader, seq);
@@ -126,6 +135,7 @@ py::dict describe_layout(const Mailbox& mailbox) {
   d["flag_splittable"] = static_cast<std::uint32_t>(kSplittable);
   d["kind_hit"] = static_cast<std::int32_t>(EntryKind::kHit);
   d["kind_fetch"] = static_cast<std::int32_t>(EntryKind::kFetch);
+  d["kind_ahead"] = static_cast<std::int32_t>(EntryKind::kAhead);
   d["kind_cpu"] = static_cast<std::int32_t>(EntryKind::kCpu);
   for (const auto& [name, reason] : kAbortNames) d[("abort_" + name).c_str()] = static_cast<std::uint32_t>(reason);
   return d;
@@ -259,6 +269,15 @@ void bind_servers(py::module_& m) {
              const std::optional<SplitPlanner::Status> status = server.split_status();
              return status ? py::object(describe_split(*status)) : py::none();
            })
+      .def("set_lookahead", &CacheServer::set_lookahead, py::arg("on"))
+      .def("lookahead_status",
+           [](const CacheServer& server) {
+             const CacheServer::LookaheadStatus status = server.lookahead_status();
+             py::dict result;
+             result["accuracy"] = status.accuracy;
+             result["idle_ns"] = status.idle_ns;
+             return result;
+           })
       .def("vacate", &CacheServer::vacate, py::arg("num_slots"), py::call_guard<py::gil_scoped_release>())
       .def("finish_vacate", &CacheServer::finish_vacate, py::call_guard<py::gil_scoped_release>())
       .def("cancel_vacate", &CacheServer::cancel_vacate, py::call_guard<py::gil_scoped_release>())
@@ -309,6 +328,9 @@ void bind_servers(py::module_& m) {
              result["publishes"] = c.publishes;
              result["resident"] = c.resident;
              result["in_flight"] = c.in_flight;
+             result["hints"] = c.hints;
+             result["copied_ahead"] = c.copied_ahead;
+             result["used_ahead"] = c.used_ahead;
              result["plan_ns"] = c.plan_ns;
              result["own_timed"] = c.timing.own;
              result["own_ns"] = c.timing.own_ns;

@@ -32,6 +32,7 @@ CacheServer::CacheServer(std::shared_ptr<Mailbox> mailbox, std::shared_ptr<SlotT
       wait_(device_client, spin_us),
       planner_(mailbox_->geometry(), mailbox_->max_entries(), std::move(fetchable)),
       route_log_(mailbox_->geometry().num_layers, kRouteLogBytes),
+      lookahead_(static_cast<int>(mailbox_->geometry().num_layers)),
       layers_(static_cast<std::size_t>(mailbox_->geometry().num_layers) * 3) {
   const MailboxGeometry& g = mailbox_->geometry();
   if (slots_->num_layers() != static_cast<int>(g.num_layers) ||
@@ -184,16 +185,22 @@ std::vector<double> CacheServer::scores() {
 
 void CacheServer::serve() {
   pthread_setname_np(pthread_self(), "ft-cache");
-  std::uint32_t answered = mailbox_->plan().load();
+  std::uint32_t answered = mailbox_->plan().load(), hinted = mailbox_->hint_answered();
   const auto ready = [&] {
-    return mailbox_->req().load() != answered || mailbox_->aborted() || stopping_.load(std::memory_order_seq_cst);
+    return mailbox_->req().load() != answered || mailbox_->hint().load() != hinted || mailbox_->aborted() ||
+           stopping_.load(std::memory_order_seq_cst);
   };
   for (;;) {
     wait_.wait(mailbox_->req().bell, ready);
     if (mailbox_->aborted() || stopping_.load(std::memory_order_seq_cst)) return;
-    answered = mailbox_->req().load();
     try {
-      if (!answer(answered)) return;
+      if (mailbox_->req().load() != answered) {  // what is waited for comes first
+        answered = mailbox_->req().load();
+        if (!answer(answered)) return;
+      } else {
+        hinted = mailbox_->hint().load();
+        answer_hint(hinted);
+      }
       wait_.worked();
     } catch (...) {  // the client must not wait for this plan, and an exception must not leave the thread
       mailbox_->abort(AbortReason::kCacheFailed);
@@ -221,7 +228,8 @@ bool CacheServer::answer(std::uint32_t seq) {
       (request.flags & (kSplittable | kDeterministic)) == kSplittable && request.layer < num_tiles_.size() &&
               request.num_tokens <= kDecodeTokens  // with more, part of a record is nothing
           ? num_tiles_[request.layer]
-          : 1};
+          : 1,
+      take_ahead(request)};
   SplitPlanner* const split = current_split(publish);
   AbortReason refusal = AbortReason::kNone;
   const bool wants_rows = (request.flags & kDeterministic) != 0;
@@ -275,10 +283,12 @@ bool CacheServer::answer(std::uint32_t seq) {
   if (previous_.planned_ns != 0) {
     count_timing(timing);
     observe_split(timing);
+    observe_idle(request, timing);
   }
   previous_ = PublishedPlan{seq,
                             request.layer,
                             request.num_tokens,
+                            request.step_id,
                             plan.num_hits,
                             plan.num_fetches,
                             plan.num_cpu,
@@ -290,6 +300,69 @@ bool CacheServer::answer(std::uint32_t seq) {
   }
   show_split();
   return true;
+}
+
+CacheServer::LookaheadStatus CacheServer::lookahead_status() const {
+  std::lock_guard lock(table_);
+  return {lookahead_.mean_accuracy(), lookahead_.idle_ns()};
+}
+
+// A hint may be seen before the publish of the layer in which it was made, and, when this thread was busy, after that of
+// the layer that it is about: then it is too late.
+void CacheServer::answer_hint(std::uint32_t seq) {
+  std::lock_guard lock(table_);
+  const HintRequest hint = mailbox_->hint_request();
+  hints_.add(1);
+  mailbox_->write_ahead(seq, choose_ahead(hint));
+}
+
+// The most probable of those that no slot has, if it is to be copied. Whether it would have been right is watched in
+// any case.
+std::int32_t CacheServer::choose_ahead(const HintRequest& hint) {
+  const MailboxGeometry& g = mailbox_->geometry();
+  foretold_ = Foretold{};
+  if (!lookahead_on_.load(std::memory_order_relaxed) || in_place_ || hint.layer >= g.num_layers) return -1;
+  if (previous_.planned_ns != 0 && previous_.step_id == hint.step_id && previous_.layer >= hint.layer) return -1;
+  const std::uint32_t count = std::min(hint.num_ids, kMaxHinted);
+  for (std::uint32_t i = 0; i < count; ++i) {
+    const std::int32_t expert = hint.ids[i];
+    if (static_cast<std::uint32_t>(expert) >= g.num_experts) continue;
+    const int layer = static_cast<int>(hint.layer);
+    if (slots_->lookup(layer, expert) >= 0 || !planner_.is_fetchable(layer, expert)) continue;
+    const bool copied = lookahead_.pays(layer);
+    foretold_ = Foretold{hint.step_id, hint.layer, expert, copied};
+    if (!copied) return -1;
+    copied_ahead_.add(1);
+    return expert;
+  }
+  return -1;
+}
+
+// The record that was copied for this publish, if it names it; -1 otherwise.
+std::int32_t CacheServer::take_ahead(const RequestHeader& request) {
+  const Foretold told = foretold_;
+  if (told.expert < 0 || (told.step_id == request.step_id && request.layer < told.layer)) return -1;
+  foretold_.expert = -1;
+  const bool in_time = told.step_id == request.step_id && told.layer == request.layer && request.num_tokens == 1 &&
+                       (request.flags & kDeviceOnly) == 0 && request.top_k <= mailbox_->geometry().top_k;
+  const std::int32_t* ids = mailbox_->ids();
+  const bool used = in_time && std::find(ids, ids + request.top_k, told.expert) != ids + request.top_k;
+  if (in_time) lookahead_.observe(static_cast<int>(told.layer), used);
+  if (told.copied && !used) fetched_bytes_.add(record_bytes_[told.layer]);
+  if (!told.copied || !used) return -1;
+  used_ahead_.add(1);
+  return told.expert;
+}
+
+// How long the bus was idle before this publish, by the client's clock, and what a record costs there.
+void CacheServer::observe_idle(const RequestHeader& request, const LayerTiming& previous) {
+  if (request.num_tokens != 1 || previous.num_tokens != 1 || previous.own_ns == 0) return;
+  const auto load = [](const std::atomic<std::int64_t>& ns) { return ns.load(std::memory_order_relaxed); };
+  const std::int64_t own = load(mailbox_->stamps(static_cast<std::uint32_t>(previous.layer)).client.own);
+  const std::int64_t published = load(mailbox_->stamps(request.layer).client.published);
+  if (published > own) lookahead_.observe_idle(static_cast<double>(published - own));
+  if (splits_ == nullptr) return;
+  lookahead_.set_costs(splits_->decode.record_costs(static_cast<double>(record_bytes_[request.layer])));
 }
 
 // Of the publish before the one seen now; the client has left it, so its stamps are complete.
@@ -363,6 +436,9 @@ CacheCounters CacheServer::counters() const {
                        publishes_.get(),
                        resident_.get(),
                        in_flight_.get(),
+                       hints_.get(),
+                       copied_ahead_.get(),
+                       used_ahead_.get(),
                        plan_ns_.get(),
                        {timing_.own.get(), timing_.own_ns.get(), timing_.cpu.get(), timing_.cpu_ns.get(),
                         timing_.start_ns.get(), timing_.wait_ns.get(), timing_.turn_ns.get()}};

@@ -11,6 +11,7 @@
 
 #include "client_wait.h"
 #include "layer_planner.h"
+#include "lookahead.h"
 #include "mailbox.h"
 #include "route_log.h"
 #include "slot_table.h"
@@ -42,6 +43,9 @@ struct CacheCounters {
   std::int64_t hits = 0, fetches = 0, cpu = 0, admitted = 0, evicted = 0, split = 0;
   std::int64_t fetched_bytes = 0, cpu_bytes = 0;
   std::int64_t publishes = 0, resident = 0, in_flight = 0;
+  // Hints, records copied ahead for them, and those of these that were used. All are in fetched_bytes, the used ones in
+  // fetches.
+  std::int64_t hints = 0, copied_ahead = 0, used_ahead = 0;
   std::int64_t plan_ns = 0;  // time spent on planning
   TimingTotals timing;
 };
@@ -78,6 +82,13 @@ class CacheServer {
   void watch_rates(const SplitCosts& costs);
   // Of decode steps, as of a recent publish; nothing while no rates are measured. Any thread, any time.
   std::optional<SplitPlanner::Status> split_status() const;
+  // Whether hints are answered with records to copy; they are where it pays (see Lookahead). Any thread, any time.
+  void set_lookahead(bool on) { lookahead_on_.store(on, std::memory_order_relaxed); }
+  struct LookaheadStatus {
+    double accuracy = 0.0;  // of recent guesses, the mean of all layers
+    double idle_ns = 0.0;   // of the bus from one layer to the next
+  };
+  LookaheadStatus lookahead_status() const;
   // SlotTable's, while a server owns it: between two publishes. Any thread, any time.
   Vacated vacate(int num_slots);
   void finish_vacate();
@@ -95,6 +106,10 @@ class CacheServer {
  private:
   void serve();
   bool answer(std::uint32_t seq);
+  void answer_hint(std::uint32_t seq);
+  std::int32_t choose_ahead(const HintRequest& hint);
+  std::int32_t take_ahead(const RequestHeader& request);
+  void observe_idle(const RequestHeader& request, const LayerTiming& previous);
   void count(int layer, const PlanHeader& header);
   void show_slots();
   LayerTiming timing_of_previous(std::int64_t seen_ns);
@@ -102,6 +117,7 @@ class CacheServer {
 
   struct PublishedPlan {
     std::uint32_t seq = 0, layer = 0, num_tokens = 0;
+    std::uint64_t step_id = 0;
     std::uint32_t num_hits = 0, num_fetches = 0, num_cpu = 0;
     std::int64_t planned_ns = 0;  // 0: there is none
     LayerShares shares;           // empty when the split had no say
@@ -149,12 +165,20 @@ class CacheServer {
   std::unique_ptr<Splits> splits_;  // of the server thread
 
   Counter hits_, fetches_, cpu_, split_, admitted_, evicted_, fetched_bytes_, cpu_bytes_, publishes_, resident_,
-      in_flight_, plan_ns_;
+      in_flight_, plan_ns_, hints_, copied_ahead_, used_ahead_;
   struct {
     Counter own, own_ns, cpu, cpu_ns, start_ns, wait_ns, turn_ns;
   } timing_;
   // The latest publish, of the server thread.
   PublishedPlan previous_;
+  Lookahead lookahead_;
+  std::atomic<bool> lookahead_on_{false};
+  struct Foretold {
+    std::uint64_t step_id = 0;
+    std::uint32_t layer = 0;
+    std::int32_t expert = -1;  // -1: nothing
+    bool copied = false;
+  } foretold_;
   std::vector<Counter> layers_;
 
   std::mutex lifecycle_;

@@ -129,6 +129,12 @@ LayerPlanner::Fetches LayerPlanner::choose_fetches(const PublishView& p, const S
   return Fetches{whole, tiles / p.num_tiles, tiles % p.num_tiles};
 }
 
+void LayerPlanner::admit_ahead(const PublishView& p, SlotTable& slots, PlanHeader& header) {
+  if (ahead_ < 0) return;
+  slots.admit(p.layer, uses_[ahead_]);
+  header.num_admitted += uses_[ahead_].destination >= 0;
+}
+
 // Gives slots to the best of those that are fetched. Decides whether a record is split after all; then the first
 // `before` misses are fetched whole and the next one in part.
 void LayerPlanner::admit_fetches(const PublishView& p, SlotTable& slots, Fetches& fetches, PlanHeader& header) {
@@ -179,10 +185,15 @@ AbortReason LayerPlanner::plan(const PublishView& p, SlotTable& slots, double fe
   shares_ = LayerShares{};
   if (!in_place) slots.find_publish(p.layer, uses_);
   misses_.clear();
+  ahead_ = -1;
   int num_fetchable = 0;
   for (std::size_t i = 0; i < uses_.size(); ++i) {
     can_fetch_[i] = is_fetchable(p.layer, uses_[i].expert);
     if (in_place ? can_fetch_[i] : uses_[i].slot >= 0) continue;
+    if (!in_place && uses_[i].expert == p.ahead) {
+      ahead_ = static_cast<std::int32_t>(i);
+      continue;
+    }
     misses_.push_back(static_cast<std::int32_t>(i));
     num_fetchable += can_fetch_[i];
   }
@@ -191,11 +202,13 @@ AbortReason LayerPlanner::plan(const PublishView& p, SlotTable& slots, double fe
   Fetches fetches;
   header.num_admitted = 0;
   unsettled_layer_ = -1;
-  if (!in_place && num_misses == 0) {
+  const bool has_ahead = ahead_ >= 0;
+  if (!in_place && num_misses == 0 && !has_ahead) {
     unsettled_layer_ = p.layer;
   } else if (!in_place) {
     slots.score_publish(p.layer, uses_, num_admitting_tokens_, num_run_tokens_);
     if (!refused) {
+      admit_ahead(p, slots, header);
       order_misses(p, slots);
       fetches = choose_fetches(p, slots, num_fetchable, fetch_fraction, split);
       admit_fetches(p, slots, fetches, header);
@@ -204,10 +217,10 @@ AbortReason LayerPlanner::plan(const PublishView& p, SlotTable& slots, double fe
     slots.end_publish(p.layer, uses_);
   }
   if (!refused) {
-    header.num_hits = static_cast<std::uint32_t>(uses_.size() - misses_.size());
+    header.num_hits = static_cast<std::uint32_t>(uses_.size() - misses_.size() - has_ahead);
     header.num_split = fetches.tiles > 0 ? 1 : 0;
     header.split_tiles = static_cast<std::uint32_t>(fetches.tiles);
-    header.num_fetches = static_cast<std::uint32_t>(fetches.whole) + header.num_split;
+    header.num_fetches = static_cast<std::uint32_t>(fetches.whole) + header.num_split + has_ahead;
     header.num_cpu = static_cast<std::uint32_t>(num_misses - fetches.whole);
     header.num_routes = static_cast<std::uint32_t>(total_routes_);
     header.num_evicted = static_cast<std::uint32_t>(slots.evicted_total() - evicted_before);
@@ -239,6 +252,7 @@ void LayerPlanner::write_entries(const PublishView& p, bool in_place, const Fetc
   for (std::size_t i = 0; i < uses_.size(); ++i) {
     if (in_place ? can_fetch_[i] : uses_[i].slot >= 0) write(static_cast<std::int32_t>(i), EntryKind::kHit);
   }
+  if (ahead_ >= 0) write(ahead_, EntryKind::kAhead);
   for (std::size_t m = 0; m < misses_.size(); ++m) {
     const int whole = fetches.whole;
     if (static_cast<int>(m) == whole && fetches.tiles > 0) {

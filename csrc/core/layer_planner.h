@@ -24,6 +24,7 @@ struct PublishView {
   bool device_only = false;
   double record_bytes = 0.0;  // for the split
   int num_tiles = 1;          // tiles of a record, where one may be split; 1: none is
+  std::int32_t ahead = -1;    // an expert whose record the device has copied ahead of time; not in place
 };
 
 // Not thread-safe; allocates in its constructor only.
@@ -47,6 +48,10 @@ class LayerPlanner {
   // To be called before the table is used for anything else; `plan` does so itself.
   void settle(SlotTable& slots);
 
+  bool is_fetchable(int layer, int expert) const {
+    return fetchable_.empty() || fetchable_[static_cast<std::size_t>(layer) * geometry_.num_experts + expert] != 0;
+  }
+
   // Of the last plan; empty when it was refused or in place.
   const LayerShares& shares() const { return shares_; }
 
@@ -63,12 +68,10 @@ class LayerPlanner {
   Fetches choose_fetches(const PublishView& publish, const SlotTable& slots, int num_fetchable, double fetch_fraction,
                          SplitPlanner* split);
   void admit_fetches(const PublishView& publish, SlotTable& slots, Fetches& fetches, PlanHeader& header);
+  void admit_ahead(const PublishView& publish, SlotTable& slots, PlanHeader& header);
   void note_shares(const PublishView& publish, const Fetches& fetches);
   void write_entries(const PublishView& publish, bool in_place, const Fetches& fetches, PlanEntry* entries,
                      std::int32_t* routes);
-  bool is_fetchable(int layer, int expert) const {
-    return fetchable_.empty() || fetchable_[static_cast<std::size_t>(layer) * geometry_.num_experts + expert] != 0;
-  }
 
   MailboxGeometry geometry_;
   std::vector<std::uint8_t> fetchable_;
@@ -86,6 +89,7 @@ class LayerPlanner {
   std::int32_t num_admitting_tokens_ = 0;
   std::int32_t num_run_tokens_ = 0;
   std::int32_t total_routes_ = 0;
+  std::int32_t ahead_ = -1;  // index into uses_: a fetch that was made before
   int unsettled_layer_ = -1;
 };
 

@@ -58,8 +58,10 @@ MailboxOffsets plan_offsets(const MailboxGeometry& g) {
   o.req = place(sizeof(Word));
   o.plan = place(sizeof(Word));
   o.part = place(sizeof(Word));
+  o.hint = place(sizeof(Word));
   o.abort = place(kLineBytes);
   o.request = place(sizeof(RequestHeader));
+  o.hint_request = place(sizeof(HintRequest));
   o.hidden = place(shared_tokens * g.hidden * sizeof(float));
   o.ids = place(routes * sizeof(std::int32_t));
   o.weights = place(routes * sizeof(float));
@@ -68,6 +70,7 @@ MailboxOffsets plan_offsets(const MailboxGeometry& g) {
   o.entries = place((std::uint64_t{max_entries_of(g)} + 1) * sizeof(PlanEntry));
   o.routes = place(routes * sizeof(std::int32_t));
   o.brief = place(kBriefPieces * sizeof(BriefPiece));
+  o.ahead = place(sizeof(BriefPiece));
   o.slot_of = place(std::uint64_t{g.num_layers} * g.num_experts * sizeof(std::int32_t));
   o.stamps = place(std::uint64_t{g.num_layers} * sizeof(LayerStamps));
   o.ring = place(Ring<CpuShare>::required_bytes(kRingCapacity));
@@ -132,7 +135,7 @@ std::shared_ptr<Mailbox> Mailbox::create(std::shared_ptr<SharedSegment> segment,
   std::byte* base = segment->data();
   const MailboxOffsets offsets = plan_offsets(geometry);
   std::memset(base, 0, offsets.hidden);
-  for (const std::uint64_t offset : {offsets.req, offsets.plan, offsets.part}) {
+  for (const std::uint64_t offset : {offsets.req, offsets.plan, offsets.part, offsets.hint}) {
     (new (base + offset) Word)->value.store(first_seq, std::memory_order_seq_cst);
   }
   new (base + offsets.abort) std::atomic<std::uint32_t>(0);
@@ -141,6 +144,7 @@ std::shared_ptr<Mailbox> Mailbox::create(std::shared_ptr<SharedSegment> segment,
     auto* piece = new (base + offsets.brief + i * sizeof(BriefPiece)) BriefPiece{};
     piece->seq.store(first_seq, std::memory_order_relaxed);
   }
+  (new (base + offsets.ahead) BriefPiece{})->seq.store(first_seq, std::memory_order_relaxed);
   std::memset(base + offsets.slot_of, 0xff,
               std::size_t{geometry.num_layers} * geometry.num_experts * sizeof(std::int32_t));
   for (std::uint32_t layer = 0; layer < geometry.num_layers; ++layer) {
@@ -189,26 +193,35 @@ Mailbox::Mailbox(std::shared_ptr<SharedSegment> segment)
       abort_(at<std::atomic<std::uint32_t>>(offsets_.abort)),
       ring_(base_ + offsets_.ring, kRingCapacity) {}
 
+namespace {
+
+void put(BriefPiece& piece, std::uint32_t seq, std::uint32_t packed, std::int32_t slot, std::uint32_t tiles = 0) {
+  piece.packed.store(packed, std::memory_order_relaxed);
+  piece.slot.store(slot, std::memory_order_relaxed);
+  piece.tiles.store(tiles, std::memory_order_relaxed);
+  piece.seq.store(seq, std::memory_order_release);
+}
+
+}  // namespace
+
+void Mailbox::write_ahead(std::uint32_t seq, std::int32_t expert) {
+  put(*at<BriefPiece>(offsets_.ahead), seq, expert >= 0 ? 1 : 0, expert);
+}
+
 void Mailbox::write_brief(std::uint32_t seq, std::uint32_t top_k) {
   const PlanHeader& plan = plan_header();
   auto* pieces = at<BriefPiece>(offsets_.brief);
-  const auto put = [seq](BriefPiece& piece, std::uint32_t packed, std::int32_t slot, std::uint32_t tiles = 0) {
-    piece.packed.store(packed, std::memory_order_relaxed);
-    piece.slot.store(slot, std::memory_order_relaxed);
-    piece.tiles.store(tiles, std::memory_order_relaxed);
-    piece.seq.store(seq, std::memory_order_release);
-  };
-  put(pieces[0], plan.num_hits | plan.num_fetches << 8 | plan.num_cpu << 16,
+  put(pieces[0], seq, plan.num_hits | plan.num_fetches << 8 | plan.num_cpu << 16,
       static_cast<std::int32_t>(plan.num_admitted | plan.num_evicted << 16));
   const std::uint32_t count = plan.num_entries();
   for (std::uint32_t i = 0; i < top_k; ++i) {
     if (i >= count) {
-      put(pieces[1 + i], 0, -1);
+      put(pieces[1 + i], seq, 0, -1);
       continue;
     }
     const PlanEntry& entry = entries()[i];
     const auto route = static_cast<std::uint32_t>(routes()[entry.first_route]);
-    put(pieces[1 + i],
+    put(pieces[1 + i], seq,
         static_cast<std::uint32_t>(entry.expert) | route << 16 | static_cast<std::uint32_t>(entry.kind) << 24,
         entry.kind == EntryKind::kHit ? entry.source_slot : entry.destination_slot,
         static_cast<std::uint32_t>(entry.first_tile) | static_cast<std::uint32_t>(entry.num_tiles) << 16);

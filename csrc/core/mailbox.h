@@ -9,8 +9,10 @@
 //   req          Word                      client       number of the latest publish
 //   plan         Word                      ExpertCache  number of the latest publish that has a plan
 //   part         Word                      CpuExecutor  number of the latest publish whose CPU share is done
+//   hint         Word                      client       number of the latest hint
 //   abort        u32 on its own line       anyone       0, or an AbortReason, once and for all
 //   request      RequestHeader             client       what this publish is
+//   hint_request HintRequest               client       what a coming publish will probably name, see below
 //   hidden       f32 [S, H]                client       hidden rows; not written with kDeviceOnly
 //   ids          i32 [T, K]                client       expert ids; -1 in padded rows
 //   weights      f32 [T, K]                client       routing weights
@@ -20,6 +22,7 @@
 //                                                       be the last fetch and the first CPU entry, see below
 //   routes       i32 [T * K]               ExpertCache  route indices t * K + k, grouped by entry
 //   brief        BriefPiece [32]           ExpertCache  the plan of a publish of one token, see below
+//   ahead        BriefPiece                ExpertCache  the answer to the latest hint
 //   slot_of      i32 [L, E]                ExpertCache  the slot in which a record can be read, or -1
 //   stamps       LayerStamps [L]           all three    when each stage of the layer's latest publish was passed
 //   ring         Ring<CpuShare>            ExpertCache  -> CpuExecutor
@@ -55,6 +58,14 @@
 // of one token with K < 32 has one, and it is complete before `plan` is raised. A split record's CPU entry may be
 // missing there: the pieces end with the K-th entry.
 //
+// Lookahead. While a step of one token is in one layer, the client may say by a hint which experts it expects in a later
+// one. ExpertCache answers every hint, with one record that the client shall copy ahead of time into a place of its own
+// (`ahead`: the hint's number, 1 in `packed`, the expert in `slot`), or with none (0 in `packed`). A record that was to be
+// copied is an entry of kind kAhead, the first of the fetches, if the publish of that layer in that step names it: the
+// client reads it in that place. So between the answer and that publish's plan the client makes the copy, and keeps the
+// place until it has run that entry. Hints change no result: they only say when a record crosses the bus. The client
+// raises `hint` as it raises `req`, and without regard to it.
+//
 // Stamps are measurements, never part of the protocol: a party that skips a stage (a client that waits for no CPU
 // share) leaves the stamp of an earlier publish, so a difference counts only when it is positive and the stages are in
 // order. By publishing again the client also says that its stamps of the publish before are written.
@@ -69,8 +80,9 @@
 namespace ft {
 
 inline constexpr char kMailboxMagic[8] = {'F', 'T', 'M', 'A', 'I', 'L', 'B', 'X'};
-inline constexpr std::uint32_t kMailboxVersion = 5;
+inline constexpr std::uint32_t kMailboxVersion = 6;
 inline constexpr std::uint32_t kBriefPieces = 32;
+inline constexpr std::uint32_t kMaxHinted = 32;
 inline constexpr std::uint32_t kRingCapacity = 16;
 
 struct MailboxGeometry {
@@ -85,9 +97,9 @@ struct MailboxGeometry {
 
 // Byte offsets from the start of the segment.
 struct MailboxOffsets {
-  std::uint64_t req = 0, plan = 0, part = 0, abort = 0;
-  std::uint64_t request = 0, hidden = 0, ids = 0, weights = 0, admit = 0;
-  std::uint64_t plan_header = 0, entries = 0, routes = 0, brief = 0, slot_of = 0, stamps = 0, ring = 0, partial = 0;
+  std::uint64_t req = 0, plan = 0, part = 0, hint = 0, abort = 0;
+  std::uint64_t request = 0, hint_request = 0, hidden = 0, ids = 0, weights = 0, admit = 0;
+  std::uint64_t plan_header = 0, entries = 0, routes = 0, brief = 0, ahead = 0, slot_of = 0, stamps = 0, ring = 0, partial = 0;
   std::uint64_t total_bytes = 0;
 };
 
@@ -121,7 +133,16 @@ struct RequestHeader {
   std::uint32_t flags;
 };
 
-enum class EntryKind : std::int32_t { kHit = 0, kFetch = 1, kCpu = 2 };
+// The experts of one token of a later layer, most probable first.
+struct HintRequest {
+  std::uint64_t step_id;
+  std::uint32_t layer;
+  std::uint32_t num_ids;
+  std::int32_t ids[kMaxHinted];
+};
+
+// kAhead: a fetch that was made before.
+enum class EntryKind : std::int32_t { kHit = 0, kFetch = 1, kCpu = 2, kAhead = 3 };
 
 struct PlanEntry {
   std::int32_t expert;
@@ -251,9 +272,11 @@ class Mailbox {
   Word& req() { return *at<Word>(offsets_.req); }
   Word& plan() { return *at<Word>(offsets_.plan); }
   Word& part() { return *at<Word>(offsets_.part); }
+  Word& hint() { return *at<Word>(offsets_.hint); }
   Ring<CpuShare>& ring() { return ring_; }
 
   RequestHeader& request() { return *at<RequestHeader>(offsets_.request); }
+  HintRequest& hint_request() { return *at<HintRequest>(offsets_.hint_request); }
   float* hidden() { return at<float>(offsets_.hidden); }
   std::int32_t* ids() { return at<std::int32_t>(offsets_.ids); }
   float* weights() { return at<float>(offsets_.weights); }
@@ -263,6 +286,10 @@ class Mailbox {
   std::int32_t* routes() { return at<std::int32_t>(offsets_.routes); }
   // Of a publish of one token.
   void write_brief(std::uint32_t seq, std::uint32_t top_k);
+  // The answer to a hint: an expert whose record is to be copied, or -1.
+  void write_ahead(std::uint32_t seq, std::int32_t expert);
+  // The number of the latest hint that has an answer.
+  std::uint32_t hint_answered() { return at<BriefPiece>(offsets_.ahead)->seq.load(std::memory_order_relaxed); }
   std::int32_t* slot_of() { return at<std::int32_t>(offsets_.slot_of); }
   LayerStamps& stamps(std::uint32_t layer) { return at<LayerStamps>(offsets_.stamps)[layer]; }
   float* partial() { return at<float>(offsets_.partial); }

@@ -8,6 +8,8 @@
 #include <span>
 #include <vector>
 
+#include "lookahead.h"
+
 namespace ft {
 
 // Of one party for one layer: fixed_ns + sum over its records of bytes * (byte_ns + (routes - 1) * route_byte_ns).
@@ -116,6 +118,11 @@ class SplitPlanner {
   void observe(const SplitTiming& timing);
 
   const SplitCosts& costs() const { return costs_; }
+  // By the live rates.
+  RecordCosts record_costs(double record_bytes) const {
+    return {record_bytes * costs_.fetch_beside.byte_ns * status_.live[kFetchBeside],
+            record_bytes * costs_.cpu_beside.byte_ns * status_.live[kCpuBeside]};
+  }
   const Status& status() const { return status_; }
 
   // Of one party, by the believed costs times factors; 0 when it has nothing to do.
