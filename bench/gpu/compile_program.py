@@ -28,7 +28,7 @@ from bench.gpu.compile import OfflineDriver, Recorder
 
 
 def build_model(shape: str, dtype: str, multiprocessors: int, max_samples: int):  # type: ignore[no-untyped-def]
-    """A DeviceModel with uninitialised weights, on CPU tensors: one layer of a made-up shape, or a whole tiny model."""
+    """A DeviceModel with uninitialised weights, on CPU tensors: two layers of a made-up shape, or a whole tiny model."""
     from freetoken._native import Mailbox, SharedSegment
     from freetoken.checkpoint.synthetic.shapes import shape_config
     from freetoken.execution.cuda.arena import CudaArena
@@ -49,7 +49,7 @@ def build_model(shape: str, dtype: str, multiprocessors: int, max_samples: int):
     if shape in TINY_MODELS:
         spec = load_tiny_checkpoint(shape).spec
     else:
-        spec = parse_model_config(shape_config(shape, {"layers": 1}))
+        spec = parse_model_config(shape_config(shape, {"layers": 2}))
     compute_dtype = torch.float32 if dtype == "f32" else torch.bfloat16
     device = torch.device("cpu")
     weights: dict[str, torch.Tensor | Q4_0Weight] = {}
@@ -83,7 +83,7 @@ def build_model(shape: str, dtype: str, multiprocessors: int, max_samples: int):
     # Addresses as they are on the machine: above 4 GiB, so 64-bit arguments.
     records = ExpertRecords(torch.ones((layers, spec.num_experts), dtype=torch.int64), (layout,) * layers)
     assert spec.router is not None
-    plane = DataPlane(window, records, arena, spec.router, 20.0, buffers.report.counts)
+    plane = DataPlane(window, records, arena, spec.router, 20.0, buffers.report.counts, True)
     strides = (layout.stride_bytes,) * layers
     stager = Stager(HostCopier(), strides, spec.num_experts, arena.staging_address, arena.staging.numel(), device)
     model = DeviceModel(dense, arena, plane, buffers, limits, stager)

@@ -35,6 +35,7 @@ from freetoken.experts.split import native_costs, split_metrics
 from freetoken.testing.split_machine import with_faster_cpu
 
 FILL_PROMPTS = 400
+WITHOUT_LOOKAHEAD = "auto without lookahead"
 
 
 def main() -> None:
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=24, help="steps before them")
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--assume", action="store_true", help="do not measure costs first")
+    parser.add_argument("--no-lookahead", action="store_true", help="also auto without lookahead")
     parser.add_argument("--wrong", action="store_true", help="also auto that starts from wrong costs")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further round after so long")
     arguments = parser.parse_args()
@@ -114,6 +116,8 @@ def measure(
     if arguments.wrong:
         ways.append(("auto from wrong costs", with_faster_cpu(costs, 10.0)))
     ways += [(f"q={share:g}", share) for share in arguments.fixed]
+    if arguments.no_lookahead:
+        ways.append((WITHOUT_LOOKAHEAD, costs))
     turns = len(ways) * arguments.rounds * (arguments.warm_up + arguments.tokens)
     times: dict[str, list[float]] = {name: [] for name, _ in ways}
     shares: dict[str, dict[str, float]] = {}
@@ -127,6 +131,7 @@ def measure(
                 print(f"residency {residency}: no time left after {number} rounds", flush=True)
                 return
             for name, way in ways if number % 2 == 0 else ways[::-1]:
+                engine.cache_server.set_lookahead(name != WITHOUT_LOOKAHEAD)
                 ms, shares[name] = _take_turn(arguments, engine, driver, way)
                 times[name].append(ms)
             yield summarize(residency, resident / index.num_records, times, shares)
@@ -142,13 +147,23 @@ def _take_turn(
     else:
         server.set_fetch_fraction(way)
     driver.decode(arguments.warm_up)
+    before = server.counters()
     span = driver.decode(arguments.tokens)
+    after = server.counters()
     layers = max(1, span.experts.layer_steps)
     shares = {
         "hits": round(span.experts.hits / layers, 2),
         "fetched": round(span.experts.fetches / layers, 2),
         "cpu": round(span.experts.cpu / layers, 2),
     }
+    copied, used = (after[name] - before[name] for name in ("copied_ahead", "used_ahead"))
+    if copied:
+        idle_us = server.lookahead_status()["idle_ns"] / 1e3
+        shares |= {
+            "copied_ahead": round(copied / layers, 3),
+            "used_ahead": round(used / layers, 3),
+            "idle_us": round(idle_us, 1),
+        }
     status = server.split_status()
     if status is not None and isinstance(way, CostModel):
         shares |= {key: round(value, 4) for key, value in split_metrics(way, status).items()}

@@ -328,7 +328,7 @@ std::int32_t CacheServer::choose_ahead(const HintRequest& hint) {
     const std::int32_t expert = hint.ids[i];
     if (static_cast<std::uint32_t>(expert) >= g.num_experts) continue;
     const int layer = static_cast<int>(hint.layer);
-    if (slots_->lookup(layer, expert) >= 0 || !planner_.is_fetchable(layer, expert)) continue;
+    if (slots_->holds(layer, expert) || !planner_.is_fetchable(layer, expert)) continue;
     const bool copied = lookahead_.pays(layer);
     foretold_ = Foretold{hint.step_id, hint.layer, expert, copied};
     if (!copied) return -1;

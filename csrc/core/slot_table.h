@@ -80,6 +80,8 @@ class SlotTable {
 
   // The slot where the record can be read, or -1.
   int lookup(int layer, int expert) const;
+  // Whether it is in a slot, or on its way into one.
+  bool holds(int layer, int expert) const { return slot_of_key_[key(layer, expert)] >= 0; }
 
   // A publish is begin_publish, any number of admit calls, end_publish.
   //

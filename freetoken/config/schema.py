@@ -118,6 +118,11 @@ class ExpertsConfig(_Section):
         description="Let one missing expert of a decode layer be split by its tiles, the device fetching a part while "
         "the CPU runs the rest, so that both finish together.",
     )
+    lookahead: bool = Field(
+        True,
+        description="While one sequence decodes on a GPU, copy ahead of time an expert that the next layer will probably "
+        "miss, where that pays. Changes no result.",
+    )
     measure: bool = Field(
         True, description="Before the first launch of a model, measure what fetches and CPU experts cost (split=auto)."
     )

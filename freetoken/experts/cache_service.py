@@ -48,7 +48,20 @@ from freetoken.units import format_bytes
 logger = logging.getLogger(__name__)
 
 WIRE_TIMEOUT_S = 60.0
-_COUNTED = ("hits", "fetches", "cpu", "admitted", "evicted", "fetched_bytes", "cpu_bytes", "publishes", "plan_ns")
+_COUNTED = (
+    "hits",
+    "fetches",
+    "cpu",
+    "admitted",
+    "evicted",
+    "fetched_bytes",
+    "cpu_bytes",
+    "publishes",
+    "hints",
+    "copied_ahead",
+    "used_ahead",
+    "plan_ns",
+)
 
 
 class ExpertCacheService(Service):
@@ -127,6 +140,7 @@ class ExpertCacheService(Service):
             else [],
         )
         self._apply_split(self._server)
+        self._server.set_lookahead(self.spec.config.experts.lookahead)
         self._server.start()
         self._watch_routes().attach(self._server)
         logger.info(

@@ -19,7 +19,7 @@ from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.checkpoint.held_store import HeldStore
 from freetoken.costs import assumed_costs
 from freetoken.execution.cuda.arena import CudaArena
-from freetoken.execution.cuda.data_plane import DataPlane, ExpertRecords
+from freetoken.execution.cuda.data_plane import DataPlane, ExpertRecords, LookaheadBuffers
 from freetoken.execution.cuda.driver import CudaDriver, HostMemoryDriver
 from freetoken.execution.cuda.executor import CudaStepExecutor
 from freetoken.execution.cuda.report import ReportBuffers
@@ -80,12 +80,17 @@ class HostPlane(DataPlane):
         if int(plan.counts[3]) > 0:
             self._wait("part")
 
-    def _wait(self, name: str) -> None:
+    def _take_answer(self, ordinal: int, ahead: LookaheadBuffers) -> None:
+        self._wait("ahead", ahead.seq)
+        super()._take_answer(ordinal, ahead)
+
+    def _wait(self, name: str, seq: torch.Tensor | None = None) -> None:
         assert self._layout is not None
         words = np.frombuffer(memoryview(self._segment), np.int32)
         at, abort = self._layout[f"{name}_offset"] // 4, self._layout["abort_offset"] // 4
+        wanted = int(self.seq if seq is None else seq)
         end = time.monotonic() + self.limit_ns / 1e9
-        while words[at] != int(self.seq) and not words[abort] and time.monotonic() < end:
+        while words[at] != wanted and not words[abort] and time.monotonic() < end:
             time.sleep(0)
 
     def attach(self, mailbox: Mailbox) -> None:
@@ -130,7 +135,7 @@ class RigRuntime(CudaRuntime):
         router = self._launch.model.router
         assert router is not None and self._window is not None
         limit_s = self._launch.config.executor.wait_timeout_s
-        return HostPlane(self._window, records, self._arena, router, limit_s, report.counts)
+        return HostPlane(self._window, records, self._arena, router, limit_s, report.counts, self._looks_ahead)
 
 
 def load_store(index: FtwIndex) -> HeldStore:
@@ -224,6 +229,7 @@ class CudaRig:
                 self.cache_server.set_auto_split(native_costs(costs))
             self.cpu_server = CpuServer(self.mailbox, self._expert_store, self._pool, self._spin_us, True)
             self._servers = [self.cache_server, self.cpu_server]
+            self.cache_server.set_lookahead(self.launch.config.experts.lookahead)
             for server in self._servers:
                 server.start()
                 server.notice()

@@ -39,13 +39,14 @@ def serve(mailbox):
 
 def test_the_layout_is_complete_and_apart(mailbox):
     layout = mailbox.layout()
-    assert layout["version"] == 5
+    assert layout["version"] == 6
     assert [layout[n] for n in ("max_tokens", "top_k", "hidden", "num_layers", "num_experts")] == list(GEOMETRY[:5])
     assert layout["max_shared_tokens"] == SHARED and layout["max_entries"] == min(E, T * K)
     assert layout["total_bytes"] == _native.Mailbox.required_bytes(*GEOMETRY) == mailbox.segment.size_bytes
     sizes = {
-        **dict.fromkeys(("req", "plan", "part", "abort"), 4),
+        **dict.fromkeys(("req", "plan", "part", "hint", "abort"), 4),
         "request": layout["request_bytes"],
+        "hint_request": layout["hint_ids_field"] + layout["max_hinted"] * 4,
         "hidden": SHARED * H * 4,
         "ids": T * K * 4,
         "weights": T * K * 4,
@@ -54,6 +55,7 @@ def test_the_layout_is_complete_and_apart(mailbox):
         "entries": (layout["max_entries"] + 1) * layout["entry_bytes"],
         "routes": T * K * 4,
         "brief": 32 * 16,
+        "ahead": 16,
         "slot_of": L * E * 4,
         "stamps": L * layout["stamps_bytes"],
         "partial": SHARED * K * H * 4,

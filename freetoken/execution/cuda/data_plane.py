@@ -18,6 +18,7 @@ from freetoken._native import Mailbox
 from freetoken.errors import FreeTokenError
 from freetoken.execution.cuda.arena import CudaArena
 from freetoken.execution.cuda.host_memory import MailboxWindow
+from freetoken.kernels.triton import lookahead as lookahead_kernels
 from freetoken.kernels.triton import mailbox as mailbox_kernels
 from freetoken.kernels.triton import placed_plan
 from freetoken.kernels.triton.combine import PartWait
@@ -31,6 +32,8 @@ from freetoken.quant.record import RecordLayout
 COUNT_COLUMNS = 8
 _HITS, _FETCHES, _CPU, _CHANGES, _STATUS = 1, 2, 3, 5, 6
 _POLL_S = 20e-6
+# Of the copy ahead of time: PCIe is full from 16 on, and the layer's own kernels want the rest of the device.
+AHEAD_PROGRAMS = 24
 
 
 def mailbox_addresses(layout: Mapping[str, int], base: int) -> MailboxAddresses:
@@ -55,6 +58,9 @@ def mailbox_addresses(layout: Mapping[str, int], base: int) -> MailboxAddresses:
         stamps=base + layout["stamps_offset"] + layout["stamps_client_field"],
         stamps_stride_bytes=layout["stamps_bytes"],
         brief=base + layout["brief_offset"],
+        hint=base + layout["hint_offset"],
+        hint_request=base + layout["hint_request_offset"],
+        ahead=base + layout["ahead_offset"],
     )
 
 
@@ -82,6 +88,34 @@ class ExpertRecords:
         return tuple(layout.num_tiles for layout in self.layouts)
 
 
+@dataclass(frozen=True)
+class LookaheadBuffers:
+    """Of hints, see ``kernels.triton.lookahead``. ``place`` uint8, room for one record. ``logits`` float32 [2, 1, E]: of
+    layers in turn, because a hint may still be read when the next one's logits are written."""
+
+    place: Tensor
+    logits: Tensor
+    seq: Tensor
+    count: Tensor
+    copies: Tensor
+
+    @classmethod
+    def allocate(cls, record_bytes: int, num_experts: int, device: torch.device) -> LookaheadBuffers:
+        """For records of up to so many bytes."""
+        return cls(
+            place=torch.zeros(record_bytes, dtype=torch.uint8, device=device),
+            logits=torch.zeros((2, 1, num_experts), dtype=torch.float32, device=device),
+            seq=torch.zeros(1, dtype=torch.int32, device=device),
+            count=torch.zeros(1, dtype=torch.int32, device=device),
+            copies=torch.zeros((1, 2), dtype=torch.int64, device=device),
+        )
+
+    @property
+    def place_address(self) -> int:
+        """Device address of ``place``."""
+        return self.place.data_ptr()
+
+
 class DataPlane:
     """One model's mailbox as its kernels see it. Used on the stream that runs the steps.
 
@@ -96,8 +130,9 @@ class DataPlane:
         router: RouterSpec,
         limit_s: float,
         counts: Tensor,
+        looks_ahead: bool = False,
     ) -> None:
-        """``limit_s``: longest wait for one layer's answer."""
+        """``limit_s``: longest wait for one layer's answer. ``looks_ahead``: steps of one token give hints."""
         self.window = window
         self.records = records
         self.router = router
@@ -115,6 +150,9 @@ class DataPlane:
         self.nothing_staged = torch.zeros(router.num_experts, dtype=torch.int64, device=device)
         self.seq = torch.zeros(1, dtype=torch.int32, device=device)
         self._gate = torch.zeros_like(self.seq)
+        self.lookahead: LookaheadBuffers | None = None
+        if looks_ahead and router.num_experts_per_tok <= lookahead_kernels.MAX_HINTED:
+            self.lookahead = LookaheadBuffers.allocate(max(records.strides), router.num_experts, device)
 
     def attach(self, mailbox: Mailbox) -> None:
         """Serve this mailbox from now on. The device must be idle.
@@ -134,6 +172,8 @@ class DataPlane:
         self.slot_of = words[start : start + count].view(np.int32).reshape(layout["num_layers"], -1)
         self.seq.fill_(int(words[layout["req_offset"] // 4].view(np.int32)))
         self._gate.copy_(self.seq)
+        if self.lookahead is not None:
+            self.lookahead.seq.fill_(int(words[layout["hint_offset"] // 4].view(np.int32)))
 
     @property
     def max_shared_tokens(self) -> int:
@@ -179,8 +219,32 @@ class DataPlane:
         mailbox_kernels.await_plan(
             self.box, self.seq, self.records.addresses[ordinal], self._arena.slots_address,
             self._arena.slot_stride_bytes, plan, self.limit_ns, stamps=self.box.layer_stamps(ordinal),
-            one_token=one_token,
+            one_token=one_token, ahead_place=self.lookahead.place_address if self.lookahead is not None else 0,
         )  # fmt: skip
+
+    def hint(self, ordinal: int, step_id: Tensor, logits: Tensor) -> None:
+        """Say that expert layer ``ordinal`` of this step will probably choose by ``logits`` float32 [1, E], and learn
+        which record to copy for it."""
+        assert self.box is not None and self.lookahead is not None
+        router, ahead = self.router, self.lookahead
+        lookahead_kernels.publish_hint(
+            self.box, ahead.seq, step_id, logits, router.num_experts_per_tok, ordinal,
+            scoring=router.scoring, renormalize=router.renormalize, scaling=router.scaling,
+        )  # fmt: skip
+        self._take_answer(ordinal, ahead)
+
+    def _take_answer(self, ordinal: int, ahead: LookaheadBuffers) -> None:
+        assert self.box is not None
+        lookahead_kernels.take_answer(
+            self.box, ahead.seq, self.records.addresses[ordinal], ahead.place_address, ahead.count, ahead.copies,
+            self.limit_ns,
+        )  # fmt: skip
+
+    def copy_ahead(self, ordinal: int) -> None:
+        """Copy what the last ``hint``, of this layer, was answered with. Nothing may read the place any more."""
+        assert self.lookahead is not None
+        size_bytes = self.records.layouts[ordinal].payload_bytes
+        lookahead_kernels.copy_ahead(self.lookahead.count, self.lookahead.copies, size_bytes, AHEAD_PROGRAMS)
 
     def publish_routes(
         self,

@@ -9,11 +9,13 @@ larger batches go through normed rows and matrix products. Padding tokens have p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from freetoken.execution.cuda.arena import CudaArena
+from freetoken.execution.cuda.branch import Branch
 from freetoken.execution.cuda.buffers import TokenBuffers
 from freetoken.execution.cuda.data_plane import DataPlane
 from freetoken.execution.cuda.embed import embed
@@ -69,6 +71,9 @@ class LayerProgram:
         self.reserved: Stager | None = None
         """The staging buffer while a background step uses it: others keep to its spare places."""
         self._kv: list[PagedKV] = []
+        self._branch = Branch(arena.device)
+        experts = [layer for layer in weights.layers if layer.router is not None]
+        self._next_experts = {layer.ordinal: later for layer, later in pairwise(experts)}
         self.follow_arena()
 
     def follow_arena(self) -> None:
@@ -112,6 +117,8 @@ class LayerProgram:
         self._mark("before")
         if staged is not None:
             staged.begin()
+        if x.tokens == 1:
+            self._branch.forget()
         self.embed(x, inputs)
         for layer in self.weights.layers:
             self.attention(layer, x, inputs, blocks, shape, work)
@@ -215,12 +222,17 @@ class LayerProgram:
             multiply(x.inner, layer.down, x.delta)
             x.residual.add_(x.delta)
 
-    def route(self, layer: LayerWeights, x: TokenBuffers) -> bool:
-        """Norm and router; fills ``hidden`` and either ``router_logits`` only (True) or ids and weights too (False)."""
+    def route(self, layer: LayerWeights, x: TokenBuffers, ahead: LayerWeights | None = None) -> bool:
+        """Norm and router; fills ``hidden`` and either ``router_logits`` only (True) or ids and weights too (False).
+        ``ahead``: a later layer's router is applied too, for a hint."""
         eps, router = self.spec.rms_norm_eps, self.spec.router
         assert layer.router is not None and router is not None and x.router_logits is not None
         if x.small:
-            norm_router(x.residual, layer.post_norm, layer.router, x.hidden, x.router_logits, eps)
+            later = None
+            if ahead is not None:
+                assert ahead.router is not None
+                later = (ahead.post_norm, ahead.router, self._hint_logits(ahead))
+            norm_router(x.residual, layer.post_norm, layer.router, x.hidden, x.router_logits, eps, ahead=later)
             return True
         assert x.wide_hidden is not None and x.delta is not None and x.ids is not None and x.weights is not None
         add_rms_norm(x.residual, x.delta, layer.post_norm, eps, x.wide_hidden)
@@ -241,8 +253,12 @@ class LayerProgram:
         plane = self.plane
         assert plane is not None and plane.box is not None and x.plan is not None
         assert x.ids is not None and x.weights is not None
-        chooses = self.route(layer, x)
+        ahead = self._next_experts.get(layer.ordinal) if x.tokens == 1 and plane.lookahead is not None else None
+        chooses = self.route(layer, x, ahead)
         self._mark("router")
+        if ahead is not None:
+            with self._branch.fork():
+                plane.hint(ahead.ordinal, inputs["step_id"], self._hint_logits(ahead))
         plane.publish(
             layer.ordinal,
             inputs["step_id"],
@@ -254,6 +270,8 @@ class LayerProgram:
             x.router_logits if chooses else None,
         )
         plan = plane.layer_plan(x.plan, layer.ordinal)
+        if x.tokens == 1 and plane.lookahead is not None:
+            self._branch.join(layer.ordinal)
         plane.await_plan(layer.ordinal, plan, one_token=x.tokens == 1)
         self._mark("plan")
         buffers = x.experts[plane.records.layouts[layer.ordinal]]
@@ -272,6 +290,10 @@ class LayerProgram:
             shape=buffers.shape,
         )
         self._mark("experts")
+        if ahead is not None:
+            with self._branch.fork():
+                plane.copy_ahead(ahead.ordinal)
+            self._branch.end(ahead.ordinal)
         wait = None
         if x.tokens <= _COMBINE_WAITS_TOKENS:
             wait = plane.part_wait(layer.ordinal)
@@ -287,6 +309,10 @@ class LayerProgram:
             wait=wait,
         )
         self._mark("combine")
+
+    def _hint_logits(self, layer: LayerWeights) -> Tensor:
+        assert self.plane is not None and self.plane.lookahead is not None
+        return self.plane.lookahead.logits[layer.ordinal % 2]
 
     def placed_experts(
         self,

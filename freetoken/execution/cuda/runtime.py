@@ -141,8 +141,21 @@ class CudaRuntime:
         router = self._launch.model.router
         assert router is not None and self._window is not None
         return DataPlane(
-            self._window, records, self._arena, router, self._launch.config.executor.wait_timeout_s, report.counts
+            self._window,
+            records,
+            self._arena,
+            router,
+            self._launch.config.executor.wait_timeout_s,
+            report.counts,
+            self._looks_ahead,
         )
+
+    @property
+    def _looks_ahead(self) -> bool:
+        """Not where every expert has a slot at launch: decode would pay for hints that are of no use."""
+        spec = self._launch.model
+        records = spec.num_experts * len(spec.moe_layers)
+        return self._launch.config.experts.lookahead and 0 < self._arena.num_slots < records
 
     def _build_stager(self, driver: HostMemoryDriver, strides: tuple[int, ...]) -> Stager | None:
         arena = self._arena

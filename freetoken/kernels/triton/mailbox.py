@@ -66,6 +66,10 @@ class MailboxAddresses:
     stamps_stride_bytes: int = 0
     brief: int = 0
     """Where the plan of one token lies in pieces; 0: it is read like any other."""
+    hint: int = 0
+    hint_request: int = 0
+    ahead: int = 0
+    """Of hints and their answers, see ``lookahead``."""
 
     def layer_stamps(self, layer: int) -> int:
         """Address of the client's stamps of an expert layer (see ``STAMP_PUBLISHED``), or 0."""
@@ -248,7 +252,7 @@ def _await_plan_kernel(
 @triton.jit
 def _await_brief_kernel(
     seq_ptr, store_ptr, counts_ptr, entries_ptr, addresses_ptr, routes_ptr, on_gpu_ptr, brief, abort, stamps, slots,
-    slot_stride, limit_ns, late_reason,
+    slot_stride, ahead_place, limit_ns, late_reason,
     PIECES: tl.constexpr, MAX_ENTRIES: tl.constexpr, NUM_EXPERTS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     seq = tl.load(seq_ptr)
@@ -272,9 +276,11 @@ def _await_brief_kernel(
     kind = (packed >> 24) & 255
     route = (packed >> 16) & 255
     expert = packed & 0xFFFF
+    is_ahead = kind == 3
     source_slot = tl.where(kind == 0, slot, -1)
     destination_slot = tl.where(kind == 0, -1, slot)
     stored = tl.load(store_ptr + expert, mask=live & (source_slot < 0) & (expert < NUM_EXPERTS), other=0)
+    stored = tl.where(is_ahead, ahead_place, stored)
     source = tl.where(source_slot < 0, stored, slots + source_slot.to(tl.int64) * slot_stride)
     destination = tl.where(destination_slot < 0, 0, slots + destination_slot.to(tl.int64) * slot_stride)
     own_tiles = tl.where(live, (tiles >> 16) & 0xFFFF, 0)
@@ -282,7 +288,7 @@ def _await_brief_kernel(
     num_split = tl.sum((own_tiles > 0).to(tl.int32), axis=0)
     cell = entries_ptr + entry * 8
     tl.store(cell, expert, mask=inside)
-    tl.store(cell + 1, kind, mask=inside)
+    tl.store(cell + 1, tl.where(is_ahead, 0, kind), mask=inside)  # it is near by now
     tl.store(cell + 2, source_slot, mask=inside)
     tl.store(cell + 3, destination_slot, mask=inside)
     tl.store(cell + 4, entry, mask=inside)
@@ -315,17 +321,18 @@ def await_plan(
     *,
     stamps: int = 0,
     one_token: bool = False,
+    ahead_place: int = 0,
 ) -> None:
     """Wait for the plan of the last publish and fill ``plan``; ``one_token``: the publish was of one.
 
     ``store`` int64 [E]: device addresses of this layer's records in host memory (0 where it cannot be read: such an
     expert must never be planned as a fetch). A slot s lies at ``slots_address + s * slot_stride_bytes``. ``stamps``: as
-    ``MailboxAddresses.layer_stamps`` gives it.
+    ``MailboxAddresses.layer_stamps`` gives it. ``ahead_place``: where a record copied ahead of time lies.
     """
     if one_token and box.brief and plan.max_routes < BRIEF_PIECES:
         _await_brief_kernel[(1,)](
             seq, store, plan.counts, plan.entries, plan.addresses, plan.routes, plan.on_gpu, box.brief, box.abort,
-            stamps, slots_address, slot_stride_bytes, limit_ns, ABORT_PLAN_LATE, PIECES=BRIEF_PIECES,
+            stamps, slots_address, slot_stride_bytes, ahead_place, limit_ns, ABORT_PLAN_LATE, PIECES=BRIEF_PIECES,
             MAX_ENTRIES=plan.max_routes, NUM_EXPERTS=store.shape[0], INTERPRET=INTERPRETED, num_warps=1,
         )  # fmt: skip
         return

@@ -221,10 +221,15 @@ def _copy_kernel(counts_ptr, copies_ptr, words, BLOCK: tl.constexpr):
 def copy_records(plan: DevicePlan, copies: Tensor, size_bytes: int, grid: int) -> None:
     """Make the copies that ``await_placed_plan`` asks for. Records have ``size_bytes`` bytes: a multiple of 4, for wide
     loads of 64."""
-    _copy_kernel[(grid,)](plan.counts, copies, size_bytes // 4, BLOCK=4096, num_warps=8)
+    copy_listed(plan.counts, copies, size_bytes, grid)
+
+
+def copy_listed(count: Tensor, copies: Tensor, size_bytes: int, grid: int) -> None:
+    """The first ``count`` (int32, one or more numbers) of ``copies`` int64 [N, 2], from and to; to 0: none."""
+    _copy_kernel[(grid,)](count, copies, size_bytes // 4, BLOCK=4096, num_warps=8)
 
 
 def move_records(copies: Tensor, size_bytes: int, grid: int) -> None:
     """``copies`` int64 [N, 2]: addresses to copy ``size_bytes`` (a multiple of 4) from and to, none of them twice."""
     count = torch.full((1,), len(copies), dtype=torch.int32, device=copies.device)
-    _copy_kernel[(grid,)](count, copies, size_bytes // 4, BLOCK=4096, num_warps=8)
+    copy_listed(count, copies, size_bytes, grid)

@@ -143,11 +143,17 @@ def top_k(
 
 @triton.jit
 def _norm_router_kernel(
-    residual_ptr, norm_ptr, router_ptr, hidden_ptr, logits_ptr, num_tokens, eps,
+    residual_ptr, norm_ptr, router_ptr, hidden_ptr, logits_ptr, ahead_norm_ptr, ahead_router_ptr, ahead_logits_ptr,
+    num_tokens, eps,
     HIDDEN: tl.constexpr, HIDDEN_POW2: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
-    SLICE: tl.constexpr,
+    SLICE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
+    is_own = tl.program_id(1) == 0
+    if AHEAD:
+        norm_ptr = tl.where(is_own, norm_ptr, ahead_norm_ptr)
+        router_ptr = tl.where(is_own, router_ptr, ahead_router_ptr)
+        logits_ptr = tl.where(is_own, logits_ptr, ahead_logits_ptr)
     expert = program * EXPERTS + tl.arange(0, EXPERTS)
     h = tl.arange(0, HIDDEN_POW2)
     inside = h < HIDDEN
@@ -167,7 +173,7 @@ def _norm_router_kernel(
         tl.store(logits_ptr + t * NUM_EXPERTS + expert, logits, mask=expert < NUM_EXPERTS)
         own = tl.load(row + piece, mask=piece < HIDDEN, other=0.0).to(tl.float32)
         normed = (own * scale * piece_norm).to(hidden_ptr.dtype.element_ty)
-        tl.store(hidden_ptr + t * HIDDEN + piece, normed, mask=piece < HIDDEN)
+        tl.store(hidden_ptr + t * HIDDEN + piece, normed, mask=(piece < HIDDEN) & is_own)
 
 
 def norm_router(
@@ -178,18 +184,23 @@ def norm_router(
     logits: Tensor,
     eps: float,
     experts_per_program: int = 4,
+    ahead: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
     """hidden[T, H] = rms_norm(residual) * norm in hidden's dtype, logits[T, E] = float32 of the same (unrounded) @
     router.T.
 
     ``residual`` [T, H] float32 or of hidden's dtype, ``norm`` [H], ``router`` [E, H]; all contiguous. Made for a few
     tokens: every program reads its rows of ``router`` once and passes over all tokens.
+
+    ``ahead``, (norm, router, logits) of a later layer: its logits for the same residual too.
     """
     num_tokens, hidden_size = residual.shape
     num_experts = router.shape[0]
     programs = triton.cdiv(num_experts, experts_per_program)
-    _norm_router_kernel[(programs,)](
-        residual, norm, router, hidden, logits, num_tokens, eps,
+    later = ahead or (norm, router, logits)
+    _norm_router_kernel[(programs, 1 if ahead is None else 2)](
+        residual, norm, router, hidden, logits, *later, num_tokens, eps,
         HIDDEN=hidden_size, HIDDEN_POW2=next_power_of_2(hidden_size), NUM_EXPERTS=num_experts,
-        EXPERTS=experts_per_program, SLICE=next_power_of_2(triton.cdiv(hidden_size, programs)), num_warps=8,
+        EXPERTS=experts_per_program, SLICE=next_power_of_2(triton.cdiv(hidden_size, programs)), AHEAD=ahead is not None,
+        num_warps=8,
     )  # fmt: skip
