@@ -28,7 +28,7 @@ from bench.gpu.compile import OfflineDriver, Recorder
 
 
 def build_model(shape: str, dtype: str, multiprocessors: int, max_samples: int):  # type: ignore[no-untyped-def]
-    """A DeviceModel with uninitialised weights, on CPU tensors: two layers of a made-up shape, or a whole tiny model."""
+    """A DeviceModel with uninitialised weights, on CPU tensors: two layers of a made-up shape or a whole tiny model."""
     from freetoken._native import Mailbox, SharedSegment
     from freetoken.checkpoint.synthetic.shapes import shape_config
     from freetoken.execution.cuda.arena import CudaArena

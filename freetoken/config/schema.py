@@ -120,8 +120,8 @@ class ExpertsConfig(_Section):
     )
     lookahead: bool = Field(
         True,
-        description="While one sequence decodes on a GPU, copy ahead of time an expert that the next layer will probably "
-        "miss, where that pays. Changes no result.",
+        description="While one sequence decodes on a GPU, copy ahead of time an expert that the next layer will "
+        "probably miss, where that pays. Changes no result.",
     )
     measure: bool = Field(
         True, description="Before the first launch of a model, measure what fetches and CPU experts cost (split=auto)."

@@ -90,8 +90,8 @@ class ExpertRecords:
 
 @dataclass(frozen=True)
 class LookaheadBuffers:
-    """Of hints, see ``kernels.triton.lookahead``. ``place`` uint8, room for one record. ``logits`` float32 [2, 1, E]: of
-    layers in turn, because a hint may still be read when the next one's logits are written."""
+    """Of hints, see ``kernels.triton.lookahead``. ``place`` uint8, room for one record. ``logits`` float32 [2, 1, E]:
+    of layers in turn, because a hint may still be read when the next one's logits are written."""
 
     place: Tensor
     logits: Tensor
