@@ -303,9 +303,9 @@ class Mailbox:
         split_tiles: u32), entry_(expert, kind, source_slot, destination_slot, first_route, num_routes, first_tile,
         num_tiles: i32) and stamps_client (i64 published, planned, own,
         part, seq, one after the other). ``request_bytes, plan_header_bytes, entry_bytes, stamps_bytes``: sizes.
-        ``flag_deterministic, flag_device_only, flag_device_client, flag_splittable``, ``kind_hit, kind_fetch,
-        kind_cpu``, ``abort_NAME``: values. ``max_tokens, top_k, hidden, num_layers, num_experts, max_shared_tokens,
-        route_rows (0, 1), max_entries``: geometry. ``version, total_bytes``.
+        ``flag_deterministic, flag_device_only, flag_device_client, flag_splittable, flag_staged``, ``kind_hit,
+        kind_fetch, kind_cpu``, ``abort_NAME``: values. ``max_tokens, top_k, hidden, num_layers, num_experts,
+        max_shared_tokens, route_rows (0, 1), max_entries``: geometry. ``version, total_bytes``.
         """
 
     def stamps(self) -> NDArray[np.int64]:

@@ -133,6 +133,7 @@ py::dict describe_layout(const Mailbox& mailbox) {
   d["flag_device_only"] = static_cast<std::uint32_t>(kDeviceOnly);
   d["flag_device_client"] = static_cast<std::uint32_t>(kDeviceClient);
   d["flag_splittable"] = static_cast<std::uint32_t>(kSplittable);
+  d["flag_staged"] = static_cast<std::uint32_t>(kStaged);
   d["kind_hit"] = static_cast<std::int32_t>(EntryKind::kHit);
   d["kind_fetch"] = static_cast<std::int32_t>(EntryKind::kFetch);
   d["kind_ahead"] = static_cast<std::int32_t>(EntryKind::kAhead);

@@ -229,7 +229,8 @@ bool CacheServer::answer(std::uint32_t seq) {
               request.num_tokens <= kDecodeTokens  // with more, part of a record is nothing
           ? num_tiles_[request.layer]
           : 1,
-      take_ahead(request)};
+      take_ahead(request),
+      (request.flags & kStaged) != 0};
   SplitPlanner* const split = current_split(publish);
   AbortReason refusal = AbortReason::kNone;
   const bool wants_rows = (request.flags & kDeterministic) != 0;
@@ -307,8 +308,8 @@ CacheServer::LookaheadStatus CacheServer::lookahead_status() const {
   return {lookahead_.mean_accuracy(), lookahead_.idle_ns()};
 }
 
-// A hint may be seen before the publish of the layer in which it was made, and, when this thread was busy, after that of
-// the layer that it is about: then it is too late.
+// A hint may be seen before the publish of the layer in which it was made, and, when this thread was busy, after that
+// of the layer that it is about: then it is too late.
 void CacheServer::answer_hint(std::uint32_t seq) {
   std::lock_guard lock(table_);
   const HintRequest hint = mailbox_->hint_request();

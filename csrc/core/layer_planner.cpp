@@ -188,7 +188,7 @@ AbortReason LayerPlanner::plan(const PublishView& p, SlotTable& slots, double fe
   ahead_ = -1;
   int num_fetchable = 0;
   for (std::size_t i = 0; i < uses_.size(); ++i) {
-    can_fetch_[i] = is_fetchable(p.layer, uses_[i].expert);
+    can_fetch_[i] = p.staged || is_fetchable(p.layer, uses_[i].expert);
     if (in_place ? can_fetch_[i] : uses_[i].slot >= 0) continue;
     if (!in_place && uses_[i].expert == p.ahead) {
       ahead_ = static_cast<std::int32_t>(i);

@@ -14,7 +14,7 @@ namespace ft {
 int plan_num_fetches(double fraction, int misses);
 
 // The payload of one publish. ids holds num_tokens * top_k entries of -1 (padding) or 0..num_experts - 1. device_only:
-// no expert may go to the CPU.
+// no expert may go to the CPU. staged: every record can be fetched.
 struct PublishView {
   int layer = 0;
   int num_tokens = 0;
@@ -25,6 +25,7 @@ struct PublishView {
   double record_bytes = 0.0;  // for the split
   int num_tiles = 1;          // tiles of a record, where one may be split; 1: none is
   std::int32_t ahead = -1;    // an expert whose record the device has copied ahead of time; not in place
+  bool staged = false;
 };
 
 // Not thread-safe; allocates in its constructor only.
@@ -40,7 +41,7 @@ class LayerPlanner {
   // slot is not split where it would be fetched otherwise: a part cannot fill a slot.
   //
   // kNone, or else why there is no plan: kBadPublish (a value is out of range; nothing has changed) or kNotFetchable
-  // (the publish is device_only and names such a record).
+  // (the publish is device_only, but not staged, and names such a record).
   AbortReason plan(const PublishView& publish, SlotTable& slots, double fetch_fraction, bool in_place,
                    PlanHeader& header, PlanEntry* entries, std::int32_t* routes, SplitPlanner* split = nullptr);
 

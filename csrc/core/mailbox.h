@@ -118,6 +118,7 @@ enum RequestFlags : std::uint32_t {
   kDeviceOnly = 2,     // no CPU share: every miss is a fetch; the hidden rows are not written
   kDeviceClient = 4,   // the client rings no bells
   kSplittable = 8,     // the client can run some tiles of a fetched record; not with the two first
+  kStaged = 16,        // the client has all of the layer's records at hand, also those that cannot be fetched
 };
 
 // Of a token: whether it scores its experts, which may fill slots then. Tokens of a run follow each other in one

@@ -187,7 +187,8 @@ class ExpertCacheService(Service):
             index.expert_bytes,
             mask.size - int(mask.sum()),
             mask.size,
-            "the device cannot read these experts in host memory; CpuExecutor runs them unless a slot holds them",
+            "the device cannot read these experts in host memory; CpuExecutor runs them, unless a slot holds them or "
+            "long prefill streams them",
         )
         return mask
 

@@ -25,7 +25,7 @@ from freetoken.execution.cuda.executor import CudaStepExecutor
 from freetoken.execution.cuda.report import ReportBuffers
 from freetoken.execution.cuda.runtime import CudaRuntime, Progress
 from freetoken.execution.cuda.staging import RecordCopier
-from freetoken.experts.device_client import DEVICE_SPIN_US, plan_mailbox
+from freetoken.experts.device_client import DEVICE_SPIN_US, fetchable_records, plan_mailbox
 from freetoken.experts.split import native_costs
 from freetoken.kernels.triton.plan import DevicePlan
 from freetoken.launch_spec import LaunchSpec
@@ -107,6 +107,18 @@ class HostCopier:
     def copy(self, destination: int, source: int, size_bytes: int) -> None:
         ctypes.memmove(destination, source, size_bytes)
         self.copied.append((destination, source, size_bytes))
+
+    def move(self, destination: int, source: int, size_bytes: int) -> None:
+        ctypes.memmove(destination, source, size_bytes)
+
+    def enter(self) -> None:
+        pass
+
+    def mark_buffer(self, number: int) -> None:
+        pass
+
+    def await_buffer(self, number: int) -> None:
+        pass
 
     def begin(self, half: int) -> None:
         pass
@@ -216,13 +228,16 @@ class CudaRig:
         if first:
             self.runtime.prepare(self._capture)
         if self.mailbox is not None and self.slots is not None and self._pool is not None:
+            assert self.runtime.fetchable is not None
+            readable = fetchable_records(self.index, self.runtime.fetchable)
+            fetchable = None if readable.all() else readable
             layouts = [self.index.layout_of(layer) for layer in range(len(spec.moe_layers))]
             strides = [layout.stride_bytes for layout in layouts]
             split = self.launch.config.experts.split_records
             tiles = [layout.num_tiles for layout in layouts] if split else []
             self.cache_server = CacheServer(
                 self.mailbox, self.slots, self._fetch_fraction, self.arena.num_slots == 0, self._spin_us, strides, True,
-                None, tiles,
+                fetchable, tiles,
             )  # fmt: skip
             if self._auto_split:
                 costs = plan.costs or assumed_costs(self.launch.config.device)

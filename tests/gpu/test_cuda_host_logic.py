@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 from types import SimpleNamespace
@@ -21,9 +22,10 @@ from freetoken.messages import RowResult, StepFailed, StepPlan, StepResult, Step
 pytest.importorskip("triton", reason="needs triton")
 
 from freetoken.execution.cuda import host_memory
+from freetoken.execution.cuda.bounce import Bounce, BounceCopy
 from freetoken.execution.cuda.enqueued import Pending
 from freetoken.execution.cuda.executor import CudaStepExecutor
-from freetoken.execution.cuda.host_memory import MailboxWindow, RegisteredStore, piece_end, segment_address
+from freetoken.execution.cuda.host_memory import MailboxWindow, PinnedRing, RegisteredStore, piece_end, segment_address
 from freetoken.execution.cuda.inputs import RequestTable, StepInputs, StepShape, pack_fields
 from freetoken.execution.cuda.pieces import PIECE_BUCKETS, cut_pieces, query_blocks
 from freetoken.execution.cuda.watchdog import Watchdog
@@ -250,6 +252,90 @@ def test_the_mailbox_window_shows_one_segment_after_the_other_at_the_same_addres
         window.attach(SharedSegment.create("large", 4 * 4096))
     window.close()
     window.close()
+    assert driver.ranges == {}
+
+
+# ------------------------------------------------------------------------------------------------ bounce buffers
+
+
+class LateCopier:
+    """A copy engine that makes its copies when somebody waits for them."""
+
+    def __init__(self, refuse_at: int = 1 << 30) -> None:
+        self.thread: int | None = None
+        self.pending: list[tuple[int, int, int]] = []
+        self.marks: dict[int, int] = {}
+        self.done = 0
+        self.refuse_at = refuse_at
+
+    def enter(self) -> None:
+        self.thread = threading.get_ident()
+
+    def copy(self, destination: int, source: int, size_bytes: int) -> None:
+        if len(self.pending) == self.refuse_at:
+            raise FreeTokenError("copying failed: CUDA_ERROR_INVALID_VALUE")
+        self.pending.append((destination, source, size_bytes))
+
+    def mark_buffer(self, number: int) -> None:
+        self.marks[number] = len(self.pending)
+
+    def await_buffer(self, number: int) -> None:
+        self.run(self.marks.get(number, 0))
+
+    def run(self, until: int) -> None:
+        for copy in self.pending[self.done : until]:
+            ctypes.memmove(*copy)
+        self.done = max(self.done, until)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 20_000), max_size=6), st.integers(1, 3))
+def test_bounced_copies_arrive_whatever_the_engine_s_pace(sizes: list[int], buffers: int) -> None:
+    random = np.random.default_rng(len(sizes))
+    sources = [random.integers(0, 256, size, np.uint8) for size in sizes]
+    targets = [np.zeros(size, np.uint8) for size in sizes]
+    copier, driver = LateCopier(), HostDriver()
+    ring = PinnedRing(driver, 4096, buffers)
+    bounce = Bounce(copier, ring)
+    ended: list[int] = []
+    for _ in range(2):  # the second job goes on in the ring where the first has left it
+        for target in targets:
+            target[...] = 0
+        copies = [
+            BounceCopy(target.ctypes.data, source.ctypes.data, source.size)
+            for source, target in zip(sources, targets, strict=True)
+        ]
+        bounce.start(copies, lambda: ended.append(len(copier.pending)))
+        bounce.join()
+        assert copier.thread != threading.get_ident() and ended[-1] == len(copier.pending)
+        assert len(copier.pending) - copier.done <= buffers  # copies in flight have a buffer each
+        copier.run(len(copier.pending))
+        assert all((source == target).all() for source, target in zip(sources, targets, strict=True))
+    bounce.join()
+    bounce.close()
+    bounce.close()
+    ring.close()
+    ring.close()
+    assert driver.ranges == {}
+
+
+def test_a_refused_copy_is_told_by_join_and_no_end_comes() -> None:
+    source = np.zeros(9000, np.uint8)
+    bounce = Bounce(LateCopier(refuse_at=1), PinnedRing(HostDriver(), 4096, 2))
+    ended: list[bool] = []
+    bounce.start([BounceCopy(source.ctypes.data, source.ctypes.data, 9000)], lambda: ended.append(True))
+    with pytest.raises(FreeTokenError, match="CUDA_ERROR_INVALID_VALUE"):
+        bounce.join()
+    with pytest.raises(FreeTokenError):  # until there is another job
+        bounce.join()
+    assert ended == []
+    bounce.start([], lambda: ended.append(True))
+    bounce.join()
+    assert ended == [True]
+    bounce.close()
+    driver = HostDriver(limit_bytes=4095)
+    with pytest.raises(FreeTokenError, match=r"8\.00 KiB of bounce buffers"):
+        PinnedRing(driver, 4000, 2)
     assert driver.ranges == {}
 
 

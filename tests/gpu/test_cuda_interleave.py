@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from freetoken._native import Mailbox
+from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.execution.turns import Turn
 from freetoken.messages import RequestInit, SamplingParams, StepFailed, StepPlan, StepResult, StepRow
 from freetoken.scheduling import SchedulerLimits
 from freetoken.testing.tiny_checkpoints import load_tiny_checkpoint
+from freetoken.units import align_up
 
 triton = pytest.importorskip("triton", reason="needs triton")
 ON_GPU = torch.cuda.is_available()
@@ -24,9 +27,11 @@ if not ON_GPU and not triton.knobs.runtime.interpret:
 SLOW_TO_INTERPRET = pytest.mark.skipif(not ON_GPU, reason="needs a GPU: the interpreter takes half a minute")
 
 from freetoken.costs import assumed_costs  # noqa: E402
-from freetoken.execution.cuda import device_model  # noqa: E402
+from freetoken.execution.cuda import bounce, device_model, host_memory  # noqa: E402
+from freetoken.execution.cuda.executor import Background  # noqa: E402
 from freetoken.execution.cuda.prefill_costs import PrefillCosts  # noqa: E402
-from freetoken.testing.cuda_rig import CudaRig  # noqa: E402
+from freetoken.experts.device_client import plan_mailbox  # noqa: E402
+from freetoken.testing.cuda_rig import CudaRig, HostDriver  # noqa: E402
 from freetoken.testing.step_engine import StepEngine  # noqa: E402
 from tests.gpu.test_cuda_executor import GREEDY, TOLERANCE, launch_of, ok  # noqa: E402
 
@@ -123,6 +128,35 @@ def test_layers_and_decode_steps_alternate(
         both = ok(executor.execute(StepPlan(900, 1, rows)))
         assert [token, both.rows[0].token_id] == tiny.oracle_greedy(prompt, 2)
         assert both.rows[1].token_id == tiny.oracle_greedy(STREAM, len(stream.tokens) + 1)[-1]
+
+
+@pytest.mark.skipif(ON_GPU, reason="registers with a driver of its own")
+def test_a_chunk_of_a_store_that_is_not_pinned_alternates_with_decode_steps(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode steps give slots that held such records to others, between their staging and their use."""
+    monkeypatch.setattr(host_memory, "HEADROOM_BYTES", 4096)
+    monkeypatch.setattr(host_memory, "SMALLEST_PIECE_BYTES", 4096)
+    monkeypatch.setattr(bounce, "BUFFER_BYTES", 4096)
+    tiny = load_tiny_checkpoint("qwen3_moe")
+    launch = launch_of("qwen3_moe", directory, 6)
+    limit = align_up(Mailbox.required_bytes(*plan_mailbox(launch)), 4096) + 4096 * (bounce.NUM_BUFFERS + 1)
+    limit += FtwIndex.load(launch.checkpoint).expert_bytes // 2
+    with CudaRig(launch, driver=HostDriver(limit), fetch_fraction=1.0, capture=False) as rig:
+        executor, model = rig.executor, rig.runtime.model
+        assert model.plane is not None and model.stager is not None and not model.plane.records.complete
+        stream = Stream(rig)
+        ok(executor.execute(StepPlan(2, 1, (first_row("p", PROMPT, 18, range(8, 16)),))))
+        row = first_row("q", PROMPT, 18, range(16, 24))
+        pending = executor.begin(StepPlan(3, 1, (row,), ("p",), background=True))
+        assert isinstance(pending, Background)
+        while not executor.advance(pending, 1):
+            stream.decode()
+        result = ok(executor.finish(pending))
+        assert (model.logits[0].cpu() - tiny.oracle_logits(PROMPT)[-1]).abs().max() < TOLERANCE
+        assert [result.rows[0].token_id] == tiny.oracle_greedy(PROMPT, 1)
+        assert result.experts.cpu == 0 and model.stager.moved_bytes > 0
+        assert stream.tokens == tiny.oracle_greedy(STREAM, len(stream.tokens))
 
 
 def test_prompts_that_ride_along_keep_off_the_staged_records(directory: Path) -> None:

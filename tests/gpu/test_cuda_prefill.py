@@ -16,7 +16,8 @@ import torch
 from freetoken._native import Mailbox
 from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.errors import CapacityError, FreeTokenError
-from freetoken.messages import ExpertCounters, RequestInit, StepPlan, StepRow
+from freetoken.launch_spec import LaunchSpec
+from freetoken.messages import ExpertCounters, RequestInit, StepFailed, StepPlan, StepRow
 from freetoken.testing.tiny_checkpoints import load_tiny_checkpoint
 from freetoken.units import align_up
 
@@ -26,12 +27,12 @@ if not ON_GPU and not triton.knobs.runtime.interpret:
     pytest.skip("needs a CUDA device or TRITON_INTERPRET=1 in the environment", allow_module_level=True)
 
 from freetoken.costs import assumed_costs  # noqa: E402
-from freetoken.execution.cuda import device_model, expert_kernels, host_memory  # noqa: E402
+from freetoken.execution.cuda import bounce, device_model, expert_kernels, host_memory  # noqa: E402
 from freetoken.execution.cuda import enqueued as enqueued_module  # noqa: E402
 from freetoken.execution.cuda.prefill_costs import PrefillCosts  # noqa: E402
 from freetoken.execution.cuda.runtime import CudaRuntime  # noqa: E402
 from freetoken.execution.cuda.staging import NothingMissing, RecordSources, StagedStep, Stager, plan_copies  # noqa: E402
-from freetoken.experts.device_client import plan_mailbox  # noqa: E402
+from freetoken.experts.device_client import fetchable_records, plan_mailbox  # noqa: E402
 from freetoken.testing.cuda_rig import CudaRig, HostCopier, HostDriver, load_store  # noqa: E402
 from tests.gpu.test_cuda_executor import GREEDY, TOLERANCE, launch_of, ok  # noqa: E402
 
@@ -207,19 +208,105 @@ def test_a_copy_engine_that_refuses_is_done_without(directory: Path) -> None:
     with CudaRig(launch_of("qwen3_moe", directory, num_slots=6), capture=False) as rig:
         stager = rig.runtime.model.stager
         assert stager is not None
-        stager._copier = Refusing()
+        stager.copier = Refusing()
         ok(rig.executor.execute(StepPlan(1, 1, (row_of(prompt, 0, 20),))))
         assert stager.capacity == 0 and rig.runtime.model.staged_step(2) is None
         assert (rig.runtime.model.logits[0].cpu() - tiny.oracle_logits(prompt)[-1]).abs().max() < TOLERANCE
 
 
-@pytest.mark.skipif(ON_GPU, reason="registers nothing")
-@pytest.mark.usefixtures("small_sizes")
-def test_no_long_pieces_where_some_records_cannot_be_read(directory: Path) -> None:
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "HEADROOM_BYTES", 4096)
+    monkeypatch.setattr(host_memory, "SMALLEST_PIECE_BYTES", 4096)
+    monkeypatch.setattr(bounce, "BUFFER_BYTES", 4096)
+
+
+def pinned_limit(launch: LaunchSpec, share: float) -> int:
+    """Beside mailbox, ring and headroom, so much of the experts."""
+    fixed = align_up(Mailbox.required_bytes(*plan_mailbox(launch)), 4096) + 4096 * bounce.NUM_BUFFERS + 4096
+    return fixed + int(share * FtwIndex.load(launch.checkpoint).expert_bytes)
+
+
+@pytest.mark.skipif(ON_GPU, reason="registers with a driver of its own")
+@pytest.mark.usefixtures("small_sizes", "small_pieces")
+@pytest.mark.parametrize(
+    ("share", "places", "num_slots"),
+    [
+        (0.6, None, 6),  # one layer is pinned, the other in part
+        (0.0, None, 6),  # nothing is
+        (0.0, 26, 6),  # and a layer does not fit a half
+    ],
+)
+def test_long_pieces_of_a_store_that_is_not_pinned(
+    directory: Path, share: float, places: int | None, num_slots: int
+) -> None:
+    tiny = load_tiny_checkpoint("qwen3_moe")
+    launch = launch_of("qwen3_moe", directory, num_slots)
+    stride = launch.plan.slot_stride_bytes
+    if places is not None:
+        launch = dataclasses.replace(launch, plan=dataclasses.replace(launch.plan, staging_bytes=places * stride))
+    prompt = prompt_of(34)
+    driver = HostDriver(pinned_limit(launch, share))
+    with CudaRig(launch, driver=driver, fetch_fraction=0.5, capture=False) as rig:
+        model, stager = rig.runtime.model, rig.runtime.model.stager
+        assert stager is not None and not model.plane.records.complete and model.streams
+        assert stager.num_halves == (2 if places is None else 1)
+        fetchable = fetchable_records(rig.index, rig.runtime.fetchable)
+        assert (fetchable.sum() > 0) == (share > 0)
+        for number, start in enumerate((0, 17)):
+            assert model.long_tokens(17) == 24
+            result = ok(rig.executor.execute(StepPlan(number + 1, 1, (row_of(prompt, start, 17),))))
+            assert result.experts.cpu == 0 and result.experts.fetches > 0
+        assert (model.logits[0].cpu() - tiny.oracle_logits(prompt)[-1]).abs().max() < TOLERANCE
+        assert stager.moved_bytes > 0  # of the second chunk, what the first has left in slots
+        # Slots hold what is not pinned, and decoding computes with it; what they do not hold runs on the CPU.
+        slot_of = model.plane.slot_of
+        assert ((slot_of >= 0) & ~fetchable).any()
+        row = StepRow("a", len(prompt), 1, True, True)
+        again = ok(rig.executor.execute(StepPlan(9, 1, (row,))))
+        assert again.experts.hits > 0
+        assert [result.rows[0].token_id, again.rows[0].token_id] == tiny.oracle_greedy(prompt, 2)
+    assert driver.ranges == {}
+
+
+@pytest.mark.skipif(ON_GPU, reason="registers with a driver of its own")
+@pytest.mark.usefixtures("small_sizes", "small_pieces")
+@pytest.mark.parametrize("what", ["no ring", "no room"])
+def test_short_pieces_where_what_is_not_pinned_cannot_be_staged(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    tiny = load_tiny_checkpoint("qwen3_moe")
     launch = launch_of("qwen3_moe", directory, num_slots=6)
-    limit = FtwIndex.load(launch.checkpoint).expert_bytes - 1
-    with CudaRig(launch, driver=HostDriver(limit_bytes=limit)) as rig:
-        assert rig.runtime.model.long_tokens(100) == 0
+    if what == "no ring":
+        monkeypatch.setattr(bounce, "BUFFER_BYTES", 1 << 30)
+    else:
+        size = 4 * launch.plan.slot_stride_bytes
+        launch = dataclasses.replace(launch, plan=dataclasses.replace(launch.plan, staging_bytes=size))
+    prompt = prompt_of(20)
+    with CudaRig(launch, driver=HostDriver(pinned_limit(launch, 0.0)), fetch_fraction=0.5, capture=False) as rig:
+        model = rig.runtime.model
+        assert not model.streams and model.long_tokens(100) == 0 and model.background_tokens(100) == 0
+        assert model.background_tokens(9) == 16  # those that the CPU shares in
+        result = ok(rig.executor.execute(StepPlan(1, 1, (row_of(prompt, 0, 20),))))
+        assert (model.logits[0].cpu() - tiny.oracle_logits(prompt)[-1]).abs().max() < TOLERANCE
+        assert result.experts.cpu > 0 and result.experts.fetches == 0
+
+
+@pytest.mark.skipif(ON_GPU, reason="registers with a driver of its own")
+@pytest.mark.usefixtures("small_sizes", "small_pieces")
+def test_a_chunk_that_cannot_be_copied_fails_and_the_next_runs_in_short_pieces(directory: Path) -> None:
+    tiny = load_tiny_checkpoint("qwen3_moe")
+    launch = launch_of("qwen3_moe", directory, num_slots=6)
+    prompt = prompt_of(20)
+    with CudaRig(launch, driver=HostDriver(pinned_limit(launch, 0.0)), capture=False) as rig:
+        model, executor = rig.runtime.model, rig.executor
+        assert model.stager is not None and model.stager._bounce is not None
+        model.stager._bounce._copier = Refusing()
+        outcome = executor.execute(StepPlan(1, 1, (row_of(prompt, 0, 20),)))
+        assert isinstance(outcome, StepFailed) and "CUDA_ERROR_INVALID_VALUE" in outcome.message
+        assert not model.streams and rig.mailbox is not None and not rig.mailbox.aborted
+        ok(executor.execute(StepPlan(2, 1, (row_of(prompt, 0, 20),), ("a",))))
+        assert (model.logits[0].cpu() - tiny.oracle_logits(prompt)[-1]).abs().max() < TOLERANCE
 
 
 @pytest.mark.skipif(ON_GPU, reason="registers with a driver of its own")
@@ -302,7 +389,7 @@ def test_a_half_is_filled_after_it_was_released_and_used_after_it_was_filled() -
     copier = Diary()
     device = torch.device("cpu")
     stager = Stager(copier, (stride,) * layers, experts, 1 << 30, 14 * stride, device)
-    stager.sources = sources
+    stager.reads(sources)
     assert (stager.capacity, stager.num_spares, stager.spares[0]) == (4, 4, (1 << 30) + 8 * stride)
     missing = NothingMissing(layers, experts)
     missing.slot_of[...] = -1
@@ -324,22 +411,38 @@ def test_a_half_is_filled_after_it_was_released_and_used_after_it_was_filled() -
 
 def test_neighbouring_records_are_one_copy() -> None:
     addresses = np.array([1000, 1100, 1200, 1300, 1400, 1500, 1600, 900], np.int64)
-    ranges = np.array([0, 0, 0, -1, 0, 1, 1, 0], np.int32)
-    slot_of = np.array([-1, -1, -1, -1, -1, -1, -1, -1], np.int32)
-    runs, offsets = plan_copies(addresses, ranges, slot_of, 100, 8)
-    assert [(run.source, run.offset, run.size_bytes) for run in runs] == [
+    ranges = np.array([0, 0, 0, 0, 0, 1, 1, 0], np.int32)
+    slot_of = np.array([-1, -1, -1, 5, -1, -1, -1, -1], np.int32)
+    copies = plan_copies(addresses, ranges, slot_of, 100, 8)
+    assert [(run.source, run.offset, run.size_bytes) for run in copies.runs] == [
         (900, 0, 400), (1400, 400, 100), (1500, 500, 200),
     ]  # fmt: skip
-    assert offsets.tolist() == [100, 200, 300, -1, 400, 500, 600, 0]
+    assert copies.offsets.tolist() == [100, 200, 300, -1, 400, 500, 600, 0]
     slot_of[[1, 7]] = 4
-    runs, offsets = plan_copies(addresses, ranges, slot_of, 100, 3)
-    assert [(run.source, run.offset, run.size_bytes) for run in runs] == [
+    copies = plan_copies(addresses, ranges, slot_of, 100, 3)
+    assert [(run.source, run.offset, run.size_bytes) for run in copies.runs] == [
         (1000, 0, 100),
         (1200, 100, 100),
         (1400, 200, 100),
     ]
-    assert offsets.tolist() == [0, -1, 100, -1, 200, -1, -1, -1]
-    assert plan_copies(addresses, ranges, np.zeros(8, np.int32), 100, 8)[0] == []
+    assert copies.offsets.tolist() == [0, -1, 100, -1, 200, -1, -1, -1]
+    assert plan_copies(addresses, ranges, np.zeros(8, np.int32), 100, 8).runs == ()
+
+
+def test_what_is_not_pinned_is_staged_whatever_slots_hold() -> None:
+    addresses = np.arange(1000, 1800, 100, dtype=np.int64)
+    ranges = np.array([0, 0, 0, -1, -1, -1, -1, 0], np.int32)
+    slot_of = np.array([-1, -1, 7, -1, 3, -1, -1, -1], np.int32)
+    copies = plan_copies(addresses, ranges, slot_of, 100, 6)
+    assert [(run.source, run.offset, run.size_bytes, run.pinned) for run in copies.runs] == [
+        (1000, 0, 200, True), (1300, 200, 400, False),
+    ]  # fmt: skip
+    assert copies.offsets.tolist() == [0, 100, -1, 200, 300, 400, 500, -1] and not len(copies.moved)
+    copies = plan_copies(addresses, ranges, slot_of, 100, 6, moves=True)
+    assert [(run.source, run.offset, run.size_bytes, run.pinned) for run in copies.runs] == [
+        (1000, 0, 200, True), (1300, 200, 100, False), (1500, 400, 200, False),
+    ]  # fmt: skip
+    assert copies.offsets.tolist() == [0, 100, -1, 200, 300, 400, 500, -1] and copies.moved.tolist() == [4]
 
 
 @pytest.mark.parametrize("record_format", ["q4_0", "bf16", "f32"])

@@ -159,6 +159,8 @@ def test_what_the_device_cannot_read_goes_to_the_cpu(mailbox, serve):
     assert server.layer_counters()[1, 2] >= 6
     device_only = raw.layout["flag_device_only"]
     raw.await_plan(raw.publish(0, ids, flags=device_only))
+    plan = raw.await_plan(raw.publish(1, ids, flags=device_only | raw.layout["flag_staged"]))
+    assert plan.header["num_cpu"] == 0
     with pytest.raises(RuntimeError, match="not_fetchable"):
         raw.await_plan(raw.publish(1, ids, flags=device_only))
     assert raw.abort == raw.layout["abort_not_fetchable"]

@@ -67,15 +67,12 @@ def mailbox_addresses(layout: Mapping[str, int], base: int) -> MailboxAddresses:
 @dataclass(frozen=True)
 class ExpertRecords:
     """Where the device finds records: ``addresses`` int64 [L, E] on the device (0: not readable), their layouts by
-    layer."""
+    layer. ``complete``: whether it can read every one; else there must be no publish for the device alone unless they
+    are staged."""
 
     addresses: Tensor
     layouts: tuple[RecordLayout, ...]
-
-    @property
-    def complete(self) -> bool:
-        """Whether the device can read every record; else there must be no publish for the device alone."""
-        return bool((self.addresses != 0).all())
+    complete: bool = True
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -255,14 +252,19 @@ class DataPlane:
         weights: Tensor,
         admit: Tensor,
         hidden: Tensor | None,
+        staged: bool = False,
     ) -> int:
         """Publish any number of tokens that the mailbox holds, padding beyond is left out; without ``hidden`` for the
-        device alone. Returns the number of routes published."""
+        device alone. ``staged``: it has at hand what it cannot read in host memory. Returns the number of routes
+        published."""
         assert self.box is not None and self._layout is not None
         rows = min(len(ids), self._layout["max_tokens"])
         placed_plan.publish_routes(
             self.box, self.seq, step_id, num_real, ids[:rows], weights[:rows], admit[:rows], ordinal,
-            flags=self.flags | (self._layout["flag_device_only"] if hidden is None else 0), hidden=hidden,
+            flags=self.flags
+            | (self._layout["flag_device_only"] if hidden is None else 0)
+            | (self._layout["flag_staged"] if staged and not self.records.complete else 0),
+            hidden=hidden,
         )  # fmt: skip
         return rows * ids.shape[1]
 
@@ -282,6 +284,10 @@ class DataPlane:
             self.box, self.seq, self.records.addresses[ordinal], staged, self._arena.slots_address,
             self._arena.slot_stride_bytes, spares, plan, copies, num_routes, self.limit_ns,
         )  # fmt: skip
+
+    def slot_address(self, slot: int) -> int:
+        """Where the device has a slot."""
+        return self._arena.slots_address + slot * self._arena.slot_stride_bytes
 
     def follow(self, step_id: int, ordinal: int) -> None:
         """Wait, on the host, until the device has the plan of this expert layer of this step. Nothing later may be

@@ -233,6 +233,7 @@ class DeviceModel:
 
     def attach(self, mailbox: Mailbox | None) -> None:
         """Serve this mailbox from the next step on. No step may be running."""
+        self.settle()
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
         if self.plane is not None:
@@ -241,6 +242,11 @@ class DeviceModel:
                 self.plane.attach(mailbox)
         self.table.clear()
         self.program.reserved = None
+
+    def settle(self) -> None:
+        """Nothing is enqueued any more for a step that goes no further."""
+        if self.stager is not None:
+            self.stager.settle()
 
     def slots_changed(self, num_slots: int) -> None:
         """Estimates of prefill go by the number of slots; nothing else does."""
@@ -334,7 +340,7 @@ class DeviceModel:
 
     def long_tokens(self, num_tokens: int) -> int:
         """Padded size of a step of ``num_tokens`` tokens that runs in one long piece; 0 when it runs in short ones."""
-        if self._long is None:
+        if self._long is None or not self.streams:
             return 0
         if num_tokens <= LONG_TOKENS and (self.costs is None or not self.costs.prefers_staging(num_tokens)):
             return 0
@@ -346,7 +352,16 @@ class DeviceModel:
         if self._long is None:
             return 0
         size = -(-num_tokens // LONG_STEP) * LONG_STEP
+        if not self.streams and size > LONG_TOKENS:
+            return 0  # the CPU has no share in so many
         return size if size <= self._long.bucket else 0
+
+    @property
+    def streams(self) -> bool:
+        """Whether the device gets at all records by itself: it reads them where they are, or they are staged."""
+        if self.plane is None or self.plane.records.complete:
+            return True
+        return self.stager is not None and self.stager.reaches_all
 
     @property
     def long_piece(self) -> PieceBatch:
@@ -356,7 +371,7 @@ class DeviceModel:
 
     def staged_step(self, step_id: int) -> StagedStep | None:
         """How a long piece of this step gets its records ahead of time; None when there is no buffer for that."""
-        if self.plane is None or self.stager is None or self.stager.capacity == 0:
+        if self.plane is None or self.stager is None or not self.stager.reaches_all:
             return None
         return StagedStep(self.stager, self.plane, step_id)
 
@@ -365,9 +380,12 @@ class DeviceModel:
         size = -(-self.limits.max_tokens // LONG_STEP) * LONG_STEP
         if self.limits.max_tokens <= LONG_TOKENS or self._long is not None:
             return
-        if self.plane is not None and not self.plane.records.complete:
-            logger.warning("event=long_prefill_off detail='some experts can only run on the CPU'")
-            return
+        if not self.streams:
+            logger.warning(
+                "event=long_prefill_off detail=%r",
+                "some experts are in memory that is not pinned, and staging has no room for those of a layer",
+            )
+            size = LONG_TOKENS
         try:
             self._long = PieceBatch(self, size)
         except torch.OutOfMemoryError:
@@ -400,7 +418,7 @@ class DeviceModel:
         inputs = self.inputs.device_views(shape)
         layers, experts = len(self.weights.spec.moe_layers), self.weights.spec.num_experts
         ways: list[StagedStep | None] = [None]
-        if self.stager is not None:
+        if self.stager is not None and self.stager.reaches_all:
             ways.append(StagedStep(self.stager, NothingMissing(layers, experts), 0))
         for staged in ways:
             batch.run(inputs, 0, 0, (0, 1), 1, size, staged)

@@ -75,6 +75,15 @@ class CudaDriver:
         if code != 0:
             raise FreeTokenError(f"copying {size_bytes} bytes to the device failed: {self._describe(code)}")
 
+    def copy_on_device(self, destination: int, source: int, size_bytes: int, stream: int) -> None:
+        """Enqueue a copy between device addresses on ``stream`` (its handle). The context must be current. Raises
+        ``FreeTokenError`` when the driver refuses."""
+        code = self._lib.cuMemcpyDtoDAsync_v2(
+            ctypes.c_uint64(destination), ctypes.c_uint64(source), ctypes.c_size_t(size_bytes), ctypes.c_void_p(stream)
+        )
+        if code != 0:
+            raise FreeTokenError(f"copying {size_bytes} bytes on the device failed: {self._describe(code)}")
+
     def _describe(self, code: int) -> str:
         name = ctypes.c_char_p()
         if self._lib.cuGetErrorName(ctypes.c_int(code), ctypes.byref(name)) == 0 and name.value:

@@ -238,6 +238,7 @@ class EnqueuedSteps:
         """Nothing is left of a step that could not be launched whole: no note for the next one, and nothing that still
         uses buffers which nobody would wait for."""
         self._model.table.forget_notes()
+        self._model.settle()
         if pending.launching and self._model.on_gpu:
             try:
                 torch.cuda.synchronize(self._model.device)

@@ -205,6 +205,33 @@ def _headroom(driver: HostMemoryDriver, size_bytes: int) -> Iterator[str | None]
         _munmap(address, size_bytes)
 
 
+class PinnedRing:
+    """Buffers by way of which memory that is not registered is copied to the device."""
+
+    def __init__(self, driver: HostMemoryDriver, buffer_bytes: int, num_buffers: int) -> None:
+        """Raises ``FreeTokenError`` when they cannot be registered."""
+        self._driver = driver
+        self.buffer_bytes = align_up(buffer_bytes, PAGE_BYTES)
+        self.num_buffers = num_buffers
+        size = self.buffer_bytes * num_buffers
+        self._address = _mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        refusal = driver.register(self._address, size)
+        if refusal is not None:
+            _munmap(self._address, size)
+            raise FreeTokenError(f"{format_bytes(size)} of bounce buffers cannot be registered: {refusal}")
+
+    def address(self, number: int) -> int:
+        """Of a buffer."""
+        return self._address + number * self.buffer_bytes
+
+    def close(self) -> None:
+        """Give them back; idempotent. The device must not use them any more."""
+        if self._address:
+            self._driver.unregister(self._address)
+            _munmap(self._address, self.buffer_bytes * self.num_buffers)
+            self._address = 0
+
+
 class MailboxWindow:
     """A fixed range of addresses into which one mailbox after the other is mapped and registered."""
 

@@ -331,9 +331,11 @@ class LayerProgram:
         chooses = self.route(layer, x)
         assert not chooses
         self._mark("router")
+        if staged is not None:
+            staged.stager.join(ordinal)  # before the publish: its plan would count on what may fail
         step_id, num_real, admit = inputs["step_id"], inputs["num_real"], inputs["admit"]
         num_routes = plane.publish_routes(
-            ordinal, step_id, num_real, x.ids, x.weights, admit, x.hidden if shared else None
+            ordinal, step_id, num_real, x.ids, x.weights, admit, x.hidden if shared else None, staged is not None
         )
         plan = plane.layer_plan(placed.plan, ordinal, counts)
         if staged is not None:

@@ -14,14 +14,16 @@ from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.checkpoint.held_store import HeldStore
 from freetoken.costs import assumed_costs
 from freetoken.elastic.machine import pinnable_bytes, read_machine
-from freetoken.errors import CapacityError, CheckpointError
+from freetoken.errors import CapacityError, CheckpointError, FreeTokenError
 from freetoken.execution.constraints import Grammars
+from freetoken.execution.cuda import bounce
 from freetoken.execution.cuda.arena import TORCH_DTYPES, CudaArena
+from freetoken.execution.cuda.bounce import Bounce
 from freetoken.execution.cuda.data_plane import DataPlane, ExpertRecords
 from freetoken.execution.cuda.device_model import DECODE_BATCHES, DeviceLimits, DeviceModel, StepBuffers
 from freetoken.execution.cuda.driver import CudaDriver, HostMemoryDriver
 from freetoken.execution.cuda.executor import CudaStepExecutor
-from freetoken.execution.cuda.host_memory import MailboxWindow, RegisteredStore
+from freetoken.execution.cuda.host_memory import MailboxWindow, PinnedRing, RegisteredStore
 from freetoken.execution.cuda.prefill_costs import PrefillCosts
 from freetoken.execution.cuda.report import ReportBuffers
 from freetoken.execution.cuda.staging import RecordCopier, RecordSources, Stager
@@ -72,6 +74,7 @@ class CudaRuntime:
         self._registered: RegisteredStore | None = None
         self._stager: Stager | None = None
         self._window: MailboxWindow | None = None
+        self._ring: PinnedRing | None = None
         self._warm_mailbox: Mailbox | None = None
         self._watchdog: Watchdog | None = None
         self._limits = self._device_limits()
@@ -123,6 +126,11 @@ class CudaRuntime:
         layouts = tuple(index.layout_of(layer) for layer in range(len(launch.model.moe_layers)))
         strides = tuple(layout.stride_bytes for layout in layouts)
         self._stager = self._build_stager(driver, strides)
+        if self._stager is not None:
+            try:
+                self._ring = PinnedRing(driver, bounce.BUFFER_BYTES, bounce.NUM_BUFFERS)
+            except FreeTokenError as error:
+                logger.warning("event=no_bounce_buffers detail=%r", str(error))
         self._registered = RegisteredStore(
             driver,
             store.segments,
@@ -132,9 +140,11 @@ class CudaRuntime:
         )
         table = self._registered.record_addresses(index.record_file, index.record_offset, strides)
         if self._stager is not None:
-            sources = self._registered.record_sources(index.record_file, index.record_offset, strides)
-            self._stager.sources = RecordSources(*sources)
-        records = ExpertRecords(torch.from_numpy(table).to(self._arena.device), layouts)
+            self._tell_stager(
+                self._stager,
+                RecordSources(*self._registered.record_sources(index.record_file, index.record_offset, strides)),
+            )
+        records = ExpertRecords(torch.from_numpy(table).to(self._arena.device), layouts, bool((table != 0).all()))
         return self._build_plane(records, self._buffers.report)
 
     def _build_plane(self, records: ExpertRecords, report: ReportBuffers) -> DataPlane:
@@ -169,6 +179,14 @@ class CudaRuntime:
             arena.staging.numel(),
             arena.device,
         )
+
+    def _tell_stager(self, stager: Stager, sources: RecordSources) -> None:
+        if self._ring is not None and sources.most_unpinned:
+            stager.reads(sources, Bounce(stager.copier, self._ring))
+            return
+        stager.reads(sources)
+        if self._ring is not None:
+            self._ring.close()
 
     def _build_copier(self, driver: HostMemoryDriver) -> RecordCopier:
         from freetoken.execution.cuda.copier import CudaCopier
@@ -263,8 +281,12 @@ class CudaRuntime:
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
+        if self._stager is not None:
+            self._stager.close()
         if self._arena.device.type == "cuda":
             torch.cuda.synchronize(self._arena.device)
+        if self._ring is not None:
+            self._ring.close()
         if self._window is not None:
             self._window.close()
         if self._registered is not None:
