@@ -12,7 +12,7 @@ from freetoken.costs import CostModel
 from freetoken.elastic.arena_shape import why_rigid
 from freetoken.elastic.boot_needs import CARD_RESERVE_BYTES
 from freetoken.elastic.boot_plan import CheckpointSizes, kv_dtype_bytes, plan_boot, plan_cuda_bytes
-from freetoken.elastic.machine import MachineInfo
+from freetoken.elastic.machine import MachineInfo, pinnable_bytes
 from freetoken.errors import CapacityError
 from freetoken.launch_spec import ResolvedPlan
 from freetoken.models.spec import ModelSpec
@@ -154,6 +154,13 @@ def report_boot(
         )
     elif config.device == "cuda" and machine.device_total_bytes is None:
         notes.append("no GPU could be asked for its memory: whether a card has so much is not known")
+    pinnable = pinnable_bytes(machine.total_bytes)
+    if config.device == "cuda" and sizes.expert_bytes > pinnable:
+        notes.append(
+            f"{format_bytes(sizes.expert_bytes - pinnable)} of the experts will not be pinned (no more than "
+            f"{format_bytes(pinnable)} are, of {format_bytes(machine.total_bytes)}): they get slots by long prefill "
+            f"only and run on the CPU otherwise, so decoding may be slower than estimated"
+        )
     if budget is not None and model.is_moe and config.elastic.enabled:
         why = why_rigid(config, model, plan)
         notes += [f"memory cannot move between slots and KV: {why}"] if why else []
@@ -221,7 +228,8 @@ def _rows(
     rows.append(PlanRow(place, "snapshots", 0, "no recurrent state in this model"))
     rows.append(PlanRow("host", "dense weights", sizes.dense_bytes))
     if sizes.expert_bytes:
-        rows.append(PlanRow("host", "experts", sizes.expert_bytes, f"{num_records:,} records"))
+        pinned = ", pinned as far as the driver allows" if config.device == "cuda" else ""
+        rows.append(PlanRow("host", "experts", sizes.expert_bytes, f"{num_records:,} records{pinned}"))
     return tuple(rows)
 
 

@@ -155,7 +155,7 @@ def test_residency_that_changes_between_copy_and_use_is_only_slow(
     prompt = prompt_of(24)
     stage = Stager.stage
 
-    def outdated(self: Stager, layer: int, slot_of: np.ndarray) -> None:
+    def outdated(self: Stager, layer: int, slot_of: np.ndarray, slot_address: object = None) -> None:
         # As if half of the records had been resident when the copies were planned, and half of those that are, not.
         stage(self, layer, np.where(np.arange(len(slot_of)) % 2 == 0, 3, -1).astype(np.int32))
 

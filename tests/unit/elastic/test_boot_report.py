@@ -43,6 +43,18 @@ def test_eight_gigabytes_hold_a_model_by_name_alone():
     json.dumps(found.to_json())
 
 
+def test_experts_that_will_not_be_pinned_are_told():
+    def told(host_gib, **settings):
+        machine = MachineInfo(tuple(range(16)), host_gib * GIB, 120 * GIB)
+        overrides = {"vram": 8 * GIB, "device": "cuda", **settings}
+        found = plan_model("qwen3-30b-a3b", dtype="q4_0", overrides=overrides, machine=machine)
+        return [note for note in found.notes if "will not be pinned" in note]
+
+    assert told(64) == [] and told(18, device="cpu") == []
+    (note,) = told(18)
+    assert "no more than 14.40 GiB are, of 18.00 GiB" in note
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.integers(4, 40), st.sampled_from(["cpu", "cuda"]))
 def test_more_memory_is_never_slower_and_never_over_budget(gib, device):
