@@ -289,10 +289,10 @@ class DataPlane:
         """Where the device has a slot."""
         return self._arena.slots_address + slot * self._arena.slot_stride_bytes
 
-    def follow(self, step_id: int, ordinal: int) -> None:
+    def follow(self, step_id: int, ordinal: int) -> bool:
         """Wait, on the host, until the device has the plan of this expert layer of this step. Nothing later may be
-        enqueued yet: other publishes would hide it. Returns early when the mailbox is dead or the device is later than
-        it may be: what follows is correct anyway."""
+        enqueued yet: other publishes would hide it. False when the mailbox is dead or the device is later than it may
+        be: what slots hold at this point of the stream is not known then."""
         layout, words = self._layout, self._words
         assert layout is not None
         request, plan = layout["request_offset"] // 4, layout["plan_offset"] // 4
@@ -305,10 +305,11 @@ class DataPlane:
             if words[at_step] == low and words[at_step + 1] == high:
                 layer = words[at_layer]
                 if layer > ordinal or (layer == ordinal and words[plan] == words[at_seq]):
-                    return
+                    return True
             if time.monotonic() > end:
-                return
+                break
             time.sleep(_POLL_S)
+        return False
 
     def await_part(self, ordinal: int, plan: DevicePlan) -> None:
         """Wait for the CPU share of ``plan`` (of this layer), if it has one."""

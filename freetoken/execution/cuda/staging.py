@@ -273,8 +273,8 @@ class Follower(Protocol):
 
     slot_of: NDArray[np.int32]
 
-    def follow(self, step_id: int, ordinal: int) -> None:
-        """Wait until the device has the plan of this expert layer of this step."""
+    def follow(self, step_id: int, ordinal: int) -> bool:
+        """Wait until the device has the plan of this expert layer of this step; False when it did not come."""
         ...
 
     def slot_address(self, slot: int) -> int:
@@ -288,8 +288,9 @@ class NothingMissing:
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self.slot_of: NDArray[np.int32] = np.zeros((num_layers, num_experts), np.int32)
 
-    def follow(self, step_id: int, ordinal: int) -> None:
+    def follow(self, step_id: int, ordinal: int) -> bool:
         """No need to wait."""
+        return True
 
     def slot_address(self, slot: int) -> int:
         """Of no slot."""
@@ -316,5 +317,6 @@ class StagedStep:
         so that what the plans so far have changed is known; its GEMM still lies ahead then."""
         self.stager.release(ordinal)
         if ordinal + 1 < len(self._plane.slot_of):
-            self._plane.follow(self._step_id, ordinal)
-            self.stager.stage(ordinal + 1, self._plane.slot_of[ordinal + 1], self._plane.slot_address)
+            plane = self._plane
+            known = plane.follow(self._step_id, ordinal)
+            self.stager.stage(ordinal + 1, plane.slot_of[ordinal + 1], plane.slot_address if known else None)
