@@ -35,7 +35,7 @@ def build_model(shape: str, dtype: str, multiprocessors: int, max_samples: int):
     from freetoken.execution.cuda.data_plane import DataPlane, ExpertRecords
     from freetoken.execution.cuda.device_model import DeviceLimits, DeviceModel, StepBuffers
     from freetoken.execution.cuda.host_memory import MailboxWindow
-    from freetoken.execution.cuda.staging import Stager
+    from freetoken.execution.cuda.staging import RecordSources, Stager
     from freetoken.execution.cuda.weights import DenseWeights
     from freetoken.execution.kv_geometry import KVGeometry
     from freetoken.kernels.triton.linear import Q4_0Weight
@@ -86,6 +86,8 @@ def build_model(shape: str, dtype: str, multiprocessors: int, max_samples: int):
     plane = DataPlane(window, records, arena, spec.router, 20.0, buffers.report.counts, True)
     strides = (layout.stride_bytes,) * layers
     stager = Stager(HostCopier(), strides, spec.num_experts, arena.staging_address, arena.staging.numel(), device)
+    nowhere = np.zeros((layers, spec.num_experts), np.int64)
+    stager.reads(RecordSources(nowhere, nowhere.astype(np.int32)))
     model = DeviceModel(dense, arena, plane, buffers, limits, stager)
     model.num_multiprocessors = multiprocessors
     model.attach(mailbox)
