@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 
+@functools.cache
 def provenance() -> dict[str, Any]:
-    """Machine, software and command of this run."""
+    """Machine, software and command of this run; the date is that of the first call."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False)
     return {
@@ -36,6 +38,14 @@ def write_result(path: str | None, name: str, figures: Any) -> None:
     if path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text + "\n")
+
+
+def write_partial(path: str | None, name: str, figures: Any) -> None:
+    """What there is so far, marked ``unfinished``, for a run that may be cut short; nothing without ``path``."""
+    if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        result = {"benchmark": name, "unfinished": True, **provenance(), "figures": figures}
+        Path(path).write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _cpu_name() -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import json
 import statistics
 import sys
 import time
@@ -24,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench.common import write_result
+from bench.common import write_partial, write_result
 from bench.system import bandwidth, rig
 from bench.system.bandwidth import Bandwidths, Traffic
 from bench.system.client import actor_metrics, stream
@@ -34,6 +33,7 @@ from freetoken.messages import ExpertCounters
 
 FILL_PROMPTS = 64
 TRACED_STEPS = 20
+TTFT_SAMPLES = 7
 _SETTLE_S = 0.4
 
 
@@ -112,11 +112,7 @@ def describe(
         "cpu": traffic.cpu / ms / 1e6,
     }
     if rates is not None:
-        limits = bandwidth.bounds(traffic, rates, on_gpu, all_hit_ms)
-        figures |= limits
-        figures["share_of_bound"] = limits["bound_ms"] / ms
-        if "overhead_bound_ms" in limits:
-            figures["share_of_overhead_bound"] = limits["overhead_bound_ms"] / ms
+        figures |= bandwidth.with_shares(bandwidth.bounds(traffic, rates, on_gpu, all_hit_ms), ms)
     return _rounded(figures)
 
 
@@ -130,20 +126,22 @@ def _note(figures: dict[str, Any], run: dict[str, Any]) -> None:
     figures["runs"].append(run)
     shown = [
         *("tokens_per_s", "ms_per_token", "hit_rate", "fetched_per_layer_step", "cpu_per_layer_step"),
-        *("bound_ms", "share_of_bound", "share_of_overhead_bound", "cpu_busy_share", "ttft_ms"),
+        *("bound_ms", "share_of_bound", "share_of_overhead_bound", "bound_exceeded_by", "cpu_busy_share", "ttft_ms"),
     ]
     where = " ".join(f"{key}={run[key]}" for key in ("runtime", "residency", "split", "streams") if key in run)
     print(f"{where}: " + "  ".join(f"{key} {run[key]}" for key in shown if key in run), flush=True)
 
 
-def _measure_rates(arguments: argparse.Namespace, checkpoint: Path, settings: dict[str, Any]) -> Bandwidths:
-    """Before any engine runs, with the threads that its CpuExecutor will have."""
+def measure_rates(arguments: argparse.Namespace, checkpoint: Path, settings: dict[str, Any]) -> Bandwidths | None:
+    """Before any engine runs, with the threads that its CpuExecutor will have; none for a model without experts."""
     share = next((r for r in arguments.residency if r is not None), None)
     plan = rig.plan_rig(checkpoint, settings, share).plan
     index = FtwIndex.load(checkpoint)
-    record_bytes = index.layouts[0].stride_bytes if index.layouts else 1 << 20
-    rates = bandwidth.measure(arguments.device, record_bytes, plan.cpu_threads, plan.cpu_core_ids)
-    print(f"GB/s: {rates.to_json()}", flush=True)
+    if not index.spec.is_moe:
+        return None
+    begun = time.perf_counter()
+    rates = bandwidth.measure(arguments.device, index, plan.cpu_threads, plan.cpu_core_ids)
+    print(f"GB/s after {time.perf_counter() - begun:.1f} s: {rates.to_json()}", flush=True)
     return rates
 
 
@@ -164,9 +162,9 @@ def _measure_in_process(arguments: argparse.Namespace, figures: dict[str, Any]) 
     rounds = len(arguments.streams) * len(arguments.split)
     room = rounds * (arguments.warm_up + arguments.tokens) + 2 * TRACED_STEPS + 16
     settings = rig.settings_of(arguments, scheduler={"max_num_running": most, "max_num_batched_tokens": 512})
-    rates = _measure_rates(arguments, checkpoint, settings)
+    rates = measure_rates(arguments, checkpoint, settings)
     figures |= {
-        "bandwidth_gbps": rates.to_json(),
+        "bandwidth_gbps": rates and rates.to_json(),
         "model": _describe_model(FtwIndex.load(checkpoint)),
         "mode": "in process",
     }
@@ -210,20 +208,13 @@ def _measure_in_process(arguments: argparse.Namespace, figures: dict[str, Any]) 
                     _note(figures, run)
                     if arguments.trace and streams == 1 and split == splits[0]:
                         figures.setdefault("traces", []).append({"residency": residency, **trace(driver, on_gpu)})
-                    _write_so_far(arguments, figures)
+                    write_partial(arguments.out, "decode", figures)
             if arguments.mailbox and residency == 1.0 and on_gpu and engine.device.type == "cuda":
                 from bench.gpu.mailbox_graph import time_round_trips
 
                 figures["mailbox"] = time_round_trips(engine)
                 print(f"mailbox: {figures['mailbox']}", flush=True)
-                _write_so_far(arguments, figures)
-
-
-def _write_so_far(arguments: argparse.Namespace, figures: dict[str, Any]) -> None:
-    """A run that is cut short has at least this."""
-    if arguments.out:
-        Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(arguments.out).write_text(json.dumps({"benchmark": "decode", "unfinished": True, "figures": figures}))
+                write_partial(arguments.out, "decode", figures)
 
 
 def _describe_model(index: FtwIndex) -> dict[str, Any]:
@@ -324,8 +315,8 @@ def _measure_http(arguments: argparse.Namespace, figures: dict[str, Any]) -> Non
     most = max(arguments.streams)
     running = {"scheduler": {"max_num_running": max(8, most), "max_num_batched_tokens": 512}}
     settings = rig.settings_of(arguments, **running)
-    rates = _measure_rates(arguments, checkpoint, settings)
-    figures |= {"bandwidth_gbps": rates.to_json(), "model": _describe_model(index), "mode": "HTTP"}
+    rates = measure_rates(arguments, checkpoint, settings)
+    figures |= {"bandwidth_gbps": rates and rates.to_json(), "model": _describe_model(index), "mode": "HTTP"}
     for residency in sorted(arguments.residency, key=lambda r: -2.0 if r is None else -r):
         whole = residency is None or residency >= 1.0
         for split in (1.0,) if whole else arguments.split:
@@ -372,9 +363,8 @@ def _measure_url(arguments: argparse.Namespace, figures: dict[str, Any]) -> None
     if arguments.model:
         index = FtwIndex.load(rig.provide_model(arguments))
         threads = int(actor_metrics(arguments.url)["CpuExecutor"].get("threads", 0))
-        record_bytes = index.layouts[0].stride_bytes if index.layouts else 1 << 20
-        rates = bandwidth.measure(arguments.device, record_bytes, max(1, threads), ())
-        figures |= {"bandwidth_gbps": rates.to_json(), "model": _describe_model(index)}
+        rates = bandwidth.measure(arguments.device, index, max(1, threads), ()) if index.spec.is_moe else None
+        figures |= {"bandwidth_gbps": rates and rates.to_json(), "model": _describe_model(index)}
     _measure_server(arguments, arguments.url, index, rates, figures, {"residency": "as served"}, fill=False)
 
 
@@ -401,7 +391,11 @@ def _measure_server(
     on_gpu = arguments.device == "cuda"
     for streams in sorted(arguments.streams):
         prompts = make(streams, arguments.prompt_tokens, arguments.seed + 100 * streams)
-        ttft = [_ok(stream(url, prompt, 1)).ttft_s for prompt in prompts]
+        # Prompts of their own: the prefix cache holds nothing of them.
+        ttft = [
+            _ok(stream(url, prompt, 1)).ttft_s
+            for prompt in make(1 + TTFT_SAMPLES, arguments.prompt_tokens, arguments.seed + 7000 + streams)
+        ][1:]
         _concurrently(url, prompts, arguments.warm_up)
         first = _counters(url)
         single = _concurrently(url, prompts, 1)
@@ -428,11 +422,12 @@ def _measure_server(
         all_hit = _all_hit_ms(figures, streams=streams, **keys)
         run |= describe(index, experts, steps, ms * steps / 1e3, streams, context, rates, on_gpu, all_hit)
         run["ttft_ms"] = round(1e3 * statistics.median(ttft), 3)
+        run["ttft_samples_ms"] = [round(1e3 * seconds, 3) for seconds in ttft]
         run["client_ms_per_token"] = round(statistics.median(result.decode_ms for result in results), 4)
         run["step_gap_ms"] = third["step_gap_ms"]
         _note(figures, run)
         _compare_runtimes(figures)
-        _write_so_far(arguments, figures)
+        write_partial(arguments.out, "decode", figures)
 
 
 def _concurrently(url: str, prompts: list[list[int]], tokens: int) -> list[Any]:

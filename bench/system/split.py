@@ -17,7 +17,6 @@ result file is written after every round, so whoever ends the run keeps what was
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench.common import write_result
+from bench.common import write_partial, write_result
 from bench.system import rig
 from freetoken.costs import CostModel, assumed_costs
 from freetoken.engine.bandwidth import measure_profile
@@ -72,16 +71,9 @@ def main() -> None:
         for run in measure(arguments, store, settings, residency, costs, left_s / (len(residencies) - number)):
             run["seconds"] = round(time.perf_counter() - started, 1)
             figures["runs"][-1] = run
-            _write_so_far(arguments, figures)
+            write_partial(arguments.out, "split", figures)
     figures["worst_auto_of_best"] = min((run["auto_of_best"] for run in figures["runs"]), default=None)
     write_result(arguments.out, "split", figures)
-
-
-def _write_so_far(arguments: argparse.Namespace, figures: dict[str, Any]) -> None:
-    """A run that is cut short has at least this."""
-    if arguments.out:
-        Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(arguments.out).write_text(json.dumps({"benchmark": "split", "unfinished": True, "figures": figures}))
 
 
 def _costs(
