@@ -12,8 +12,8 @@
 #
 # A model that is there already is kept, so a second call on the same machine does not make it again. Parts have limits of
 # their own and share one for all (TOTAL seconds), so a part that hangs costs no other its turn.
-# Leaves in $OUT: session.log (everything printed), decode.json, split.json, prefill.json, interleave.json, http.json,
-# rebalance.json, soak.json, expert_kernels_q4_0.json, tests.log, sanitizer.log.
+# Leaves in $OUT: session.log (everything printed), decode.json, split.json, prefill.json, prefill_http.json, interleave.json,
+# http.json, rebalance.json, soak.json, expert_kernels_q4_0.json, tests.log, sanitizer.log.
 # Settings by environment: SHAPE DTYPE LAYERS DEVICE SCRATCH PYTHON WHEELS TOTAL PARTS and the sizes below.
 set -u
 cd "$(dirname "$0")/../.."
@@ -26,10 +26,11 @@ SCRATCH=${SCRATCH:-/dev/shm}
 PYTHON=${PYTHON:-python3}
 WHEELS=${WHEELS:-.whl}
 TOTAL=${TOTAL:-500}
-PARTS=${PARTS:-build model decode prefill interleave http tests soak}
+PARTS=${PARTS:-build model decode prefill interleave prefill_http http tests soak}
 SPLITS=${SPLITS:-0.25,0.4,0.5,0.6}
 HTTP_SPLIT=${HTTP_SPLIT:-}
-PREFILL_SPLITS=${PREFILL_SPLITS:-0.3,0.5}
+PREFILL_SPLITS=${PREFILL_SPLITS:-0.3}
+PREFILL_RUNTIME=${PREFILL_RUNTIME:-local}
 NEW=${NEW:-16,512,4096}
 LONG=${LONG:-4096}
 STREAMS=${STREAMS:-1,4}
@@ -146,13 +147,15 @@ wanted split && part split "$SPLIT_S" $PYTHON bench/system/split.py "${COMMON[@]
 wanted cpu && part cpu 60 $PYTHON bench/micro/expert_kernels.py --dtype q4_0 --threads $CPU_THREADS --tokens 1 4 16 \
     --out "$OUT/expert_kernels_q4_0.json"
 
-wanted prefill && part prefill 40 $PYTHON bench/system/prefill.py "${COMMON[@]}" --in-process --residency 0.25 \
-    --new "$NEW" --split "$PREFILL_SPLITS" --repeats 3 --kv-tokens "$KV" --trace --out "$OUT/prefill.json"
+wanted prefill && part prefill 60 $PYTHON bench/system/prefill.py "${COMMON[@]}" --in-process --residency 0.25 \
+    --new "$NEW" --split "$PREFILL_SPLITS" --repeats 5 --kv-tokens "$KV" --trace --out "$OUT/prefill.json"
 
-wanted interleave && part interleave 60 $PYTHON bench/system/interleave.py "${COMMON[@]}" --residency 0.25 --long "$LONG" \
-    --streams "$STREAMS" --split "${INTERLEAVE_SPLIT:-0.5}" --repeats 3 --kv-tokens "$KV" --out "$OUT/interleave.json"
+# It ends itself before its limit: what it could not measure is named in the result.
+wanted interleave && part interleave 55 $PYTHON bench/system/interleave.py "${COMMON[@]}" --residency 0.25 --long "$LONG" \
+    --streams "$STREAMS" --split "${INTERLEAVE_SPLIT:-0.3}" --repeats 2 --solo-tokens 32 --seconds 40 --kv-tokens "$KV" \
+    --out "$OUT/interleave.json"
 
-if wanted http; then
+if wanted http || wanted prefill_http; then
     # The split that was best in process.
     HTTP_SPLIT=${HTTP_SPLIT:-$($PYTHON - "$OUT/decode.json" <<'PY'
 import json, sys
@@ -173,7 +176,10 @@ while psutil.virtual_memory().available + (len(held) << 30) < need and time.mono
     held.append(numpy.full(1 << 30, 1, numpy.uint8))
 print(f"memory: {need / 2**30:.1f} GiB needed, {psutil.virtual_memory().available / 2**30:.1f} GiB available beside {len(held)} held")
 PY
-    part http 95 $PYTHON bench/system/decode.py "${COMMON[@]}" --runtime ray,local --residency 0.25 --split "$HTTP_SPLIT" \
+    wanted prefill_http && part prefill_http 75 $PYTHON bench/system/prefill.py "${COMMON[@]}" --runtime "$PREFILL_RUNTIME" \
+        --residency 0.25 --new "$NEW" --split "$HTTP_SPLIT" --repeats 5 --kv-tokens "$KV" --ready-timeout 45 \
+        --out "$OUT/prefill_http.json"
+    wanted http && part http 95 $PYTHON bench/system/decode.py "${COMMON[@]}" --runtime ray,local --residency 0.25 --split "$HTTP_SPLIT" \
         --tokens "$HTTP_TOKENS" --warm-up 64 --kv-tokens "$KV" --ready-timeout 45 --out "$OUT/http.json"
 fi
 

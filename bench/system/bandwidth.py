@@ -15,8 +15,6 @@ from freetoken._native import WorkerPool, stream_read_gbps, time_experts
 from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.elastic.bandwidth import ProbeStore
 from freetoken.elastic.machine import read_machine
-from freetoken.errors import FreeTokenError
-from freetoken.execution.cuda.driver import HostMemoryDriver
 from freetoken.execution.cuda.fetch_probe import CudaFetchProbe
 
 _PROBE_BYTES = 2 << 30
@@ -64,14 +62,12 @@ class Bandwidths:
         return {**fields, "together": together, "missing": round(self.missing, 2)}
 
 
-def measure(
-    device: str, index: FtwIndex, cpu_threads: int, cpu_cores: Sequence[int], driver: HostMemoryDriver | None = None
-) -> Bandwidths:
+def measure(device: str, index: FtwIndex, cpu_threads: int, cpu_cores: Sequence[int]) -> Bandwidths:
     """Measure with CpuExecutor's threads and the model's records; nothing else should run meanwhile.
 
     The records lie in a store of 2 GiB, or an eighth of the free memory or the model's size where those are less, and
-    are run in turn, so no cache holds them. Every rate is the best of some rounds of ``_WINDOW_S`` each. ``driver``:
-    for tests without a GPU.
+    are run in turn, so no cache holds them. Every rate is the best of some rounds of ``_WINDOW_S`` each. Without a GPU
+    the device "cuda" is Triton's interpreter, whose rates mean nothing.
     """
     store = ProbeStore(index.layouts[:1], min(_PROBE_BYTES, read_machine().available_bytes // 8, index.expert_bytes))
     stride, top_k = store.layouts[0].stride_bytes, index.spec.num_experts_per_tok
@@ -89,7 +85,7 @@ def measure(
         experts = _best(run_experts)
         dram = max(stream_read_gbps(pool, store.segment, 5), experts)
         if device == "cuda":
-            return _measure_cuda(store, top_k, on_cpu, dram, experts, driver)
+            return _measure_cuda(store, top_k, on_cpu, dram, experts)
         cores = read_machine().physical_cores
         everyone = WorkerPool(len(cores), cores)
         try:
@@ -106,17 +102,16 @@ def _measure_cuda(
     on_cpu: dict[str, Busy],
     dram: float,
     experts: float,
-    driver: HostMemoryDriver | None,
 ) -> Bandwidths:
     import torch
 
     from freetoken.execution.cuda.driver import CudaDriver
+    from freetoken.testing.cuda_rig import HostDriver
 
     on_gpu = torch.cuda.is_available()
-    if not on_gpu and driver is None:
-        raise FreeTokenError("device=cuda: PyTorch finds no GPU to measure")
+    driver = CudaDriver(0) if on_gpu else HostDriver()
     stride = store.layouts[0].stride_bytes
-    probe = CudaFetchProbe(store, driver or CudaDriver(0), torch.device("cuda" if on_gpu else "cpu"), top_k)
+    probe = CudaFetchProbe(store, driver, torch.device("cuda" if on_gpu else "cpu"), top_k)
     source = torch.frombuffer(memoryview(store.segment), dtype=torch.uint8)
     # A copy per step that is long enough for the call not to count, as where streaming joins records.
     piece = min(max(stride, 16 << 20), store.segment.size_bytes)
@@ -250,17 +245,17 @@ def bounds(traffic: Traffic, rates: Bandwidths, on_gpu: bool, all_hit_ms: float 
     return figures
 
 
-def with_shares(limits: dict[str, float], ms: float) -> dict[str, Any]:
-    """The bounds and how much of each was reached (``share_of_...``). A figure that is better than its bound gets no
-    share but ``bound_exceeded``, by how much, and what that means."""
+def with_shares(limits: dict[str, float], time: float) -> dict[str, Any]:
+    """The bounds and how much of each ``time``, in their unit, reached (``share_of_...``). A figure that is better than
+    its bound gets no share but ``bound_exceeded``, by how much, and what that means."""
     figures: dict[str, Any] = dict(limits)
     exceeded = {}
     for name, limit in limits.items():
-        ratio = limit / ms
+        ratio = limit / time
         if ratio > 1.0:
             exceeded[name] = ratio
         else:
-            figures[f"share_of_{name.removesuffix('_ms')}"] = ratio
+            figures[f"share_of_{name.rpartition('_')[0]}"] = ratio
     if exceeded:
         figures |= {"bound_exceeded": True, "bound_exceeded_by": exceeded, "bound_exceeded_means": EXCEEDED}
     return figures

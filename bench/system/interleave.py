@@ -7,13 +7,15 @@ decode alone, then a prompt of independent tokens comes. Measured: the streams' 
 token, the longest time without a token of a stream, and the prompt's time to its first token, beside the streams and
 alone. ``background``: the prompt is computed in groups of layers between decode steps; ``mixed``: it shares their steps
 in chunks of ``scheduler.prefill_chunk_tokens``.
+
+With ``--seconds`` no sample begins that would probably end later: a run then has fewer of them (``samples``), and what
+has none is named in ``not_measured``. The result file is written after every run, marked ``unfinished`` until the last.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
 import time
@@ -23,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench.common import write_result
+from bench.common import write_partial, write_result
 from bench.system import rig
 from freetoken.config.loader import merge
 from freetoken.messages import SamplingParams
@@ -42,6 +44,7 @@ def main() -> None:
     parser.add_argument("--streams", type=rig.numbers, default=(1,), help="decoding requests")
     parser.add_argument("--solo-tokens", type=int, default=64, help="of each stream, to measure its rate alone")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=1e9, help="end after so long, loading counted")
     parser.add_argument("--modes", type=rig.names, default=("background", "mixed"))
     parser.add_argument("--chunk", type=int, default=4096, help="tokens of one step at most")
     arguments = parser.parse_args()
@@ -51,6 +54,7 @@ def main() -> None:
     if unknown:
         parser.error(f"--modes: {', '.join(sorted(unknown))} is neither background nor mixed")
     rig.end_on_sigterm()
+    end = time.perf_counter() + arguments.seconds
     room = 4 * arguments.solo_tokens + 512
     arguments.kv_tokens = max(arguments.kv_tokens, max(arguments.long) + 64 + max(arguments.streams) * (64 + 8 * room))
     checkpoint = rig.provide_model(arguments)
@@ -66,15 +70,20 @@ def main() -> None:
     for residency in arguments.residency:
         for split in arguments.split:
             own = merge(settings, {"experts": {"split": f"q={split}"}})
-            with rig.open_rig(store, own, residency, split, pin_limit=arguments.pin_limit) as engine:
+            with rig.open_rig(store, own, residency, split) as engine:
                 for mode in arguments.modes:
                     place = {"residency": residency, "split": split, "mode": mode}
-                    _measure(arguments, engine, store, figures, place)
+                    _measure(arguments, engine, store, figures, place, end)
     write_result(arguments.out, "interleave", figures)
 
 
 def _measure(
-    arguments: argparse.Namespace, device: Any, store: rig.LoadedStore, figures: dict[str, Any], place: dict[str, Any]
+    arguments: argparse.Namespace,
+    device: Any,
+    store: rig.LoadedStore,
+    figures: dict[str, Any],
+    place: dict[str, Any],
+    end: float,
 ) -> None:
     limits = SchedulerLimits.from_spec(device.launch)
     limits = dataclasses.replace(limits, prefix_cache=False)
@@ -92,8 +101,17 @@ def _measure(
         bench.warm_up()
         for count in arguments.streams:
             for length in arguments.long:
-                samples = [bench.sample(count, length) for _ in range(arguments.repeats)]
-                run = {**place, "streams": count, "long": length, **_summary(samples)}
+                run = {**place, "streams": count, "long": length}
+                samples: list[dict[str, Any]] = []
+                longest_s = 0.0
+                while len(samples) < arguments.repeats and (now := time.perf_counter()) + longest_s < end:
+                    samples.append(bench.sample(count, length))
+                    longest_s = max(longest_s, time.perf_counter() - now)
+                if not samples:
+                    print(f"no time left for {run}", flush=True)
+                    figures.setdefault("not_measured", []).append(run)
+                    continue
+                run |= {"samples": len(samples), **_summary(samples)}
                 run["turns"] = {**engine.thread.turns.metrics(), **_chunk_metrics(engine)}
                 _note(figures, run, arguments.out)
         bench.retire()
@@ -200,9 +218,7 @@ def _chunk_metrics(engine: StepEngine) -> dict[str, float]:
 def _note(figures: dict[str, Any], run: dict[str, Any], out: str | None) -> None:
     figures["runs"].append(run)
     print("  ".join(f"{name} {value}" for name, value in run.items()), flush=True)
-    if out:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        Path(out).write_text(json.dumps({"benchmark": "interleave", "unfinished": True, "figures": figures}))
+    write_partial(out, "interleave", figures)
 
 
 if __name__ == "__main__":
