@@ -398,14 +398,15 @@ class Driver:
     def fill(self, prompts: Sequence[Sequence[int]]) -> int:
         """Run prompts until every record is resident, or they are used up; resident records. All misses are fetched,
         from here on."""
-        resident = 0
+        resident, grown = 0, 0
         self.rig.cache_server.set_fetch_fraction(1.0)
         wanted = min(self.rig.index.num_records, self.rig.arena.num_slots)
         for number, prompt in enumerate(prompts):
             self.start(f"fill{number}", prompt, 0)
             self.retire(f"fill{number}")
-            resident = self.rig.cache_server.counters()["resident"]
-            if resident >= wanted:
+            before, resident = resident, self.rig.cache_server.counters()["resident"]
+            grown = number if resident > before else grown
+            if resident >= wanted or number - grown >= 8:  # those of a step's last layer may be on their way for ever
                 break
         return resident
 

@@ -321,8 +321,9 @@ void CacheServer::answer_hint(std::uint32_t seq) {
 // any case.
 std::int32_t CacheServer::choose_ahead(const HintRequest& hint) {
   const MailboxGeometry& g = mailbox_->geometry();
-  foretold_ = Foretold{};
   if (!lookahead_on_.load(std::memory_order_relaxed) || in_place_ || hint.layer >= g.num_layers) return -1;
+  Foretold& told = foretold(hint.layer);
+  told = Foretold{};
   if (previous_.planned_ns != 0 && previous_.step_id == hint.step_id && previous_.layer >= hint.layer) return -1;
   const std::uint32_t count = std::min(hint.num_ids, kMaxHinted);
   for (std::uint32_t i = 0; i < count; ++i) {
@@ -331,7 +332,7 @@ std::int32_t CacheServer::choose_ahead(const HintRequest& hint) {
     const int layer = static_cast<int>(hint.layer);
     if (slots_->holds(layer, expert) || !planner_.is_fetchable(layer, expert)) continue;
     const bool copied = lookahead_.pays(layer);
-    foretold_ = Foretold{hint.step_id, hint.layer, expert, copied};
+    told = Foretold{hint.step_id, hint.layer, expert, copied};
     if (!copied) return -1;
     copied_ahead_.add(1);
     return expert;
@@ -341,9 +342,9 @@ std::int32_t CacheServer::choose_ahead(const HintRequest& hint) {
 
 // The record that was copied for this publish, if it names it; -1 otherwise.
 std::int32_t CacheServer::take_ahead(const RequestHeader& request) {
-  const Foretold told = foretold_;
+  const Foretold told = foretold(request.layer);
   if (told.expert < 0 || (told.step_id == request.step_id && request.layer < told.layer)) return -1;
-  foretold_.expert = -1;
+  foretold(request.layer).expert = -1;
   const bool in_time = told.step_id == request.step_id && told.layer == request.layer && request.num_tokens == 1 &&
                        (request.flags & kDeviceOnly) == 0 && request.top_k <= mailbox_->geometry().top_k;
   const std::int32_t* ids = mailbox_->ids();

@@ -178,7 +178,10 @@ class CacheServer {
     std::uint32_t layer = 0;
     std::int32_t expert = -1;  // -1: nothing
     bool copied = false;
-  } foretold_;
+  };
+  // Of a layer: the hint about the next one may come before this one's publish.
+  Foretold& foretold(std::uint32_t layer) { return foretold_[layer % 2]; }
+  Foretold foretold_[2];
   std::vector<Counter> layers_;
 
   std::mutex lifecycle_;
