@@ -1,10 +1,11 @@
-"""What copying a record ahead of time is worth, and what it costs: one engine, the graph of one request captured anew for
-each way of doing it.
+"""What copying a record ahead of time is worth, and what it costs: one engine, the graph of one request captured anew
+for each way of doing it.
 
     python bench/gpu/lookahead.py --device cuda --model FTW_DIRECTORY --residency 0.25 --out lookahead.json
 
-Ways: without hints in the graph; hints that are answered with nothing; copies by N programs, launched after the experts'
-kernel or, `late`, after the combine kernel. Each with a split by live rates from measured costs, and with a fixed one.
+Ways: without hints in the graph; hints that are answered with nothing; copies by N programs, launched after the
+experts' kernel or, `late`, after the combine kernel. Each with a split by live rates from measured costs, and with a
+fixed one.
 """
 
 from __future__ import annotations
