@@ -175,7 +175,7 @@ def _measure_in_process(arguments: argparse.Namespace, figures: dict[str, Any]) 
         begun = time.perf_counter()
         whole = residency is None or residency >= 1.0
         splits = (1.0,) if whole else arguments.split
-        with rig.open_rig(store, settings, residency, splits[0]) as engine:
+        with rig.open_rig(store, settings, residency, splits[0], pin_limit=arguments.pin_limit) as engine:
             driver = rig.Driver(engine)
             if residency is not None and index.spec.is_moe and whole:
                 resident = driver.fill(rig.prompts(index, FILL_PROMPTS, arguments.fill_tokens, arguments.seed + 1))

@@ -70,7 +70,7 @@ def main() -> None:
     for residency in arguments.residency:
         for split in arguments.split:
             own = merge(settings, {"experts": {"split": f"q={split}"}})
-            with rig.open_rig(store, own, residency, split) as engine:
+            with rig.open_rig(store, own, residency, split, pin_limit=arguments.pin_limit) as engine:
                 for mode in arguments.modes:
                     place = {"residency": residency, "split": split, "mode": mode}
                     _measure(arguments, engine, store, figures, place, end)

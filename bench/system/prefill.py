@@ -81,7 +81,7 @@ def _measure_in_process(arguments: argparse.Namespace, figures: dict[str, Any]) 
         for split in arguments.split:
             # The device's cost model looks at the setting.
             own = merge(settings, {"experts": {"split": f"q={split}"}})
-            with rig.open_rig(store, own, residency, split) as engine:
+            with rig.open_rig(store, own, residency, split, pin_limit=arguments.pin_limit) as engine:
                 driver = rig.Driver(engine)
                 # Fill the slots as decoding would have, and compile what is compiled at first use.
                 for number, length in enumerate((64, 512)):

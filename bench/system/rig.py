@@ -31,6 +31,7 @@ from freetoken.errors import CapacityError
 from freetoken.experts.device_client import plan_mailbox
 from freetoken.launch_spec import LaunchSpec
 from freetoken.messages import ExpertCounters, RequestInit, SamplingParams, StepFailed, StepPlan, StepResult, StepRow
+from freetoken.units import parse_bytes
 
 _PLENTY = 1 << 46
 _PIECE_BYTES = 64 << 20
@@ -61,6 +62,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--fill-tokens", type=int, default=32, help="of the prompts that make every record resident")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+    parser.add_argument("--pin-limit", type=parse_bytes, help="as if so much host memory could be pinned (in process)")
     parser.add_argument("--out", help="result file (JSON)")
 
 
@@ -274,7 +276,12 @@ class CpuRig:
 
 
 def open_rig(
-    store: LoadedStore, settings: dict[str, Any], residency: float | None, fetch_fraction: float, capture: bool = True
+    store: LoadedStore,
+    settings: dict[str, Any],
+    residency: float | None,
+    fetch_fraction: float,
+    capture: bool = True,
+    pin_limit: int | None = None,
 ) -> Any:
     """A context manager: ``CudaRig`` or ``CpuRig`` by the settings' device."""
     launch = plan_rig(store.index.path, settings, residency)
@@ -286,9 +293,10 @@ def open_rig(
     )
     if launch.config.device == "cpu":
         return CpuRig(launch, store.share(), fetch_fraction)
-    from freetoken.testing.cuda_rig import CudaRig
+    from freetoken.testing.cuda_rig import CudaRig, limited_driver
 
-    return CudaRig(launch, store=store.share(), fetch_fraction=fetch_fraction, capture=capture)
+    driver = limited_driver(pin_limit) if pin_limit is not None else None
+    return CudaRig(launch, store=store.share(), fetch_fraction=fetch_fraction, capture=capture, driver=driver)
 
 
 @dataclass(slots=True)

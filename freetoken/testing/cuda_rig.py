@@ -57,6 +57,32 @@ class HostDriver:
         return address
 
 
+class LimitedDriver(CudaDriver):
+    """As if no more than ``limit_bytes`` of host memory could be pinned by it."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__()
+        self.ranges: dict[int, int] = {}
+        self._limit_bytes = limit_bytes
+
+    def register(self, address: int, size_bytes: int) -> str | None:
+        if sum(self.ranges.values()) + size_bytes > self._limit_bytes:
+            return "out of memory to register"
+        refusal = super().register(address, size_bytes)
+        if refusal is None:
+            self.ranges[address] = size_bytes
+        return refusal
+
+    def unregister(self, address: int) -> None:
+        super().unregister(address)
+        del self.ranges[address]
+
+
+def limited_driver(limit_bytes: int) -> HostDriver | LimitedDriver:
+    """Of a machine where so much can be pinned, with a GPU or not."""
+    return LimitedDriver(limit_bytes) if torch.cuda.is_available() else HostDriver(limit_bytes)
+
+
 class HostPlane(DataPlane):
     """Waits on the host for what the kernels would find answered."""
 

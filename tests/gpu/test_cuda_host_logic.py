@@ -25,7 +25,14 @@ from freetoken.execution.cuda import host_memory
 from freetoken.execution.cuda.bounce import Bounce, BounceCopy
 from freetoken.execution.cuda.enqueued import Pending
 from freetoken.execution.cuda.executor import CudaStepExecutor
-from freetoken.execution.cuda.host_memory import MailboxWindow, PinnedRing, RegisteredStore, piece_end, segment_address
+from freetoken.execution.cuda.host_memory import (
+    MailboxWindow,
+    PinnedRing,
+    RegisteredStore,
+    empty_pinned,
+    piece_end,
+    segment_address,
+)
 from freetoken.execution.cuda.inputs import RequestTable, StepInputs, StepShape, pack_fields
 from freetoken.execution.cuda.pieces import PIECE_BUCKETS, cut_pieces, query_blocks
 from freetoken.execution.cuda.watchdog import Watchdog
@@ -233,6 +240,12 @@ def test_a_store_whose_registration_breaks_off_keeps_nothing() -> None:
     with pytest.raises(FreeTokenError, match="no device address"):
         RegisteredStore(driver, [SharedSegment.create("s", 40 * PAGE)], [[]])
     assert driver.ranges == {}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pinning fails where there is no driver")
+def test_where_nothing_can_be_pinned_copies_have_pageable_memory(caplog: pytest.LogCaptureFixture) -> None:
+    host = empty_pinned((2, 3), torch.float32, torch.device("cuda"))
+    assert host.shape == (2, 3) and not host.is_pinned() and "event=not_pinned" in caplog.text
 
 
 def test_the_mailbox_window_shows_one_segment_after_the_other_at_the_same_address() -> None:

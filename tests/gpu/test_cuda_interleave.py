@@ -31,7 +31,7 @@ from freetoken.execution.cuda import bounce, device_model, host_memory  # noqa: 
 from freetoken.execution.cuda.executor import Background  # noqa: E402
 from freetoken.execution.cuda.prefill_costs import PrefillCosts  # noqa: E402
 from freetoken.experts.device_client import plan_mailbox  # noqa: E402
-from freetoken.testing.cuda_rig import CudaRig, HostDriver  # noqa: E402
+from freetoken.testing.cuda_rig import CudaRig, limited_driver  # noqa: E402
 from freetoken.testing.step_engine import StepEngine  # noqa: E402
 from tests.gpu.test_cuda_executor import GREEDY, TOLERANCE, launch_of, ok  # noqa: E402
 
@@ -130,7 +130,6 @@ def test_layers_and_decode_steps_alternate(
         assert both.rows[1].token_id == tiny.oracle_greedy(STREAM, len(stream.tokens) + 1)[-1]
 
 
-@pytest.mark.skipif(ON_GPU, reason="registers with a driver of its own")
 def test_a_chunk_of_a_store_that_is_not_pinned_alternates_with_decode_steps(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +141,7 @@ def test_a_chunk_of_a_store_that_is_not_pinned_alternates_with_decode_steps(
     launch = launch_of("qwen3_moe", directory, 6)
     limit = align_up(Mailbox.required_bytes(*plan_mailbox(launch)), 4096) + 4096 * (bounce.NUM_BUFFERS + 1)
     limit += FtwIndex.load(launch.checkpoint).expert_bytes // 2
-    with CudaRig(launch, driver=HostDriver(limit), fetch_fraction=1.0, capture=False) as rig:
+    with CudaRig(launch, driver=limited_driver(limit), fetch_fraction=1.0, capture=False) as rig:
         executor, model = rig.executor, rig.runtime.model
         assert model.plane is not None and model.stager is not None and not model.plane.records.complete
         stream = Stream(rig)

@@ -33,7 +33,7 @@ from freetoken.execution.cuda.prefill_costs import PrefillCosts  # noqa: E402
 from freetoken.execution.cuda.runtime import CudaRuntime  # noqa: E402
 from freetoken.execution.cuda.staging import NothingMissing, RecordSources, StagedStep, Stager, plan_copies  # noqa: E402
 from freetoken.experts.device_client import fetchable_records, plan_mailbox  # noqa: E402
-from freetoken.testing.cuda_rig import CudaRig, HostCopier, HostDriver, load_store  # noqa: E402
+from freetoken.testing.cuda_rig import CudaRig, HostCopier, HostDriver, limited_driver, load_store  # noqa: E402
 from tests.gpu.test_cuda_executor import GREEDY, TOLERANCE, launch_of, ok  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
@@ -227,7 +227,6 @@ def pinned_limit(launch: LaunchSpec, share: float) -> int:
     return fixed + int(share * FtwIndex.load(launch.checkpoint).expert_bytes)
 
 
-@pytest.mark.skipif(ON_GPU, reason="registers with a driver of its own")
 @pytest.mark.usefixtures("small_sizes", "small_pieces")
 @pytest.mark.parametrize(
     ("share", "places", "num_slots"),
@@ -246,7 +245,7 @@ def test_long_pieces_of_a_store_that_is_not_pinned(
     if places is not None:
         launch = dataclasses.replace(launch, plan=dataclasses.replace(launch.plan, staging_bytes=places * stride))
     prompt = prompt_of(34)
-    driver = HostDriver(pinned_limit(launch, share))
+    driver = limited_driver(pinned_limit(launch, share))
     with CudaRig(launch, driver=driver, fetch_fraction=0.5, capture=False) as rig:
         model, stager = rig.runtime.model, rig.runtime.model.stager
         assert stager is not None and not model.plane.records.complete and model.streams
@@ -269,7 +268,6 @@ def test_long_pieces_of_a_store_that_is_not_pinned(
     assert driver.ranges == {}
 
 
-@pytest.mark.skipif(ON_GPU, reason="registers with a driver of its own")
 @pytest.mark.usefixtures("small_sizes", "small_pieces")
 @pytest.mark.parametrize("what", ["no ring", "no room"])
 def test_short_pieces_where_what_is_not_pinned_cannot_be_staged(
@@ -283,7 +281,7 @@ def test_short_pieces_where_what_is_not_pinned_cannot_be_staged(
         size = 4 * launch.plan.slot_stride_bytes
         launch = dataclasses.replace(launch, plan=dataclasses.replace(launch.plan, staging_bytes=size))
     prompt = prompt_of(20)
-    with CudaRig(launch, driver=HostDriver(pinned_limit(launch, 0.0)), fetch_fraction=0.5, capture=False) as rig:
+    with CudaRig(launch, driver=limited_driver(pinned_limit(launch, 0.0)), fetch_fraction=0.5, capture=False) as rig:
         model = rig.runtime.model
         assert not model.streams and model.long_tokens(100) == 0 and model.background_tokens(100) == 0
         assert model.background_tokens(9) == 16  # those that the CPU shares in
@@ -298,7 +296,7 @@ def test_a_chunk_that_cannot_be_copied_fails_and_the_next_runs_in_short_pieces(d
     tiny = load_tiny_checkpoint("qwen3_moe")
     launch = launch_of("qwen3_moe", directory, num_slots=6)
     prompt = prompt_of(20)
-    with CudaRig(launch, driver=HostDriver(pinned_limit(launch, 0.0)), capture=False) as rig:
+    with CudaRig(launch, driver=limited_driver(pinned_limit(launch, 0.0)), capture=False) as rig:
         model, executor = rig.runtime.model, rig.executor
         assert model.stager is not None and model.stager._bounce is not None
         model.stager._bounce._copier = Refusing()
@@ -309,7 +307,6 @@ def test_a_chunk_that_cannot_be_copied_fails_and_the_next_runs_in_short_pieces(d
         assert (model.logits[0].cpu() - tiny.oracle_logits(prompt)[-1]).abs().max() < TOLERANCE
 
 
-@pytest.mark.skipif(ON_GPU, reason="registers with a driver of its own")
 def test_whatever_can_be_pinned_beside_the_mailbox_is_the_store(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,7 +320,7 @@ def test_whatever_can_be_pinned_beside_the_mailbox_is_the_store(
     mailbox = align_up(Mailbox.required_bytes(*plan_mailbox(launch)), 4096)
     smallest = max(4096, *(layout.stride_bytes for layout in index.layouts))
     for limit in [mailbox - 1, *range(mailbox, mailbox + size + 9000, size // 7), mailbox + size + 4096]:
-        driver = HostDriver(limit)
+        driver = limited_driver(limit)
         if limit < mailbox:
             with pytest.raises(FreeTokenError, match="mailbox"):
                 CudaRig(launch, store=store, driver=driver)
