@@ -205,6 +205,7 @@ class CudaRuntime:
             resident=min(1.0, self._arena.num_slots / max(1, spec.num_experts * len(spec.moe_layers))),
             fetch_fraction=self._launch.config.experts.fetch_fraction,
             costs=self._launch.plan.costs or assumed_costs(self._launch.config.device),
+            unpinned=stager.unpinned_share,
         )
 
     def _upload(self) -> DeviceModel:

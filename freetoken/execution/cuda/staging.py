@@ -167,6 +167,11 @@ class Stager:
             self._half = whole
 
     @property
+    def unpinned_share(self) -> float:
+        """Of all records."""
+        return float((self._sources.ranges < 0).mean()) if self._sources is not None else 0.0
+
+    @property
     def reaches_all(self) -> bool:
         """Whether ``stage`` gets at every record that kernels cannot read where it is."""
         if self._most_unpinned and self._bounce is None:

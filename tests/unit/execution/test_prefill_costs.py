@@ -52,3 +52,18 @@ def test_the_choice_follows_the_machine():
     alone = dataclasses.replace(prefill(costs_of(25.0, 0.5, route_share=1.0, handover_ns=1e6)), fetch_fraction=0.5)
     assert shared.touched_seconds(128) < shared.staged_seconds() < alone.touched_seconds(128)
     assert not shared.prefers_staging(128) and alone.prefers_staging(128)
+
+
+@pytest.mark.parametrize("fetch_fraction", [None, 0.5, 1.0])
+def test_what_is_not_pinned_is_the_cpu_s_or_staged_at_the_pace_of_a_memory_copy(fetch_fraction):
+    pinned = prefill(costs_of(50.0, 60.0), fetch_fraction)
+    half, none = (dataclasses.replace(pinned, unpinned=share) for share in (0.5, 1.0))
+    for tokens in (17, 128):
+        if fetch_fraction is None:
+            assert pinned.touched_seconds(tokens) <= half.touched_seconds(tokens) <= none.touched_seconds(tokens)
+        alone = dataclasses.replace(pinned, fetch_fraction=0.0).touched_seconds(tokens)
+        assert none.touched_seconds(tokens) == pytest.approx(alone)
+    assert none.staged_seconds() == pytest.approx(96 * RECORD / 8e9)
+    assert half.staged_seconds() == pytest.approx(48 * RECORD / 8e9) and pinned.staged_seconds() < 0.006
+    slow = dataclasses.replace(none, costs=costs_of(6.0, 60.0))
+    assert slow.staged_seconds() == dataclasses.replace(slow, unpinned=0.0).staged_seconds()
