@@ -3,9 +3,8 @@ for each way of doing it.
 
     python bench/gpu/lookahead.py --device cuda --model FTW_DIRECTORY --residency 0.25 --out lookahead.json
 
-Ways: without hints in the graph; hints that are answered with nothing; copies by N programs, launched after the
-experts' kernel or, `late`, after the combine kernel. Each with a split by live rates from measured costs, and with a
-fixed one.
+Ways: without hints in the graph; hints that are answered with nothing; copies by N programs. Each with a
+split by live rates from measured costs, and with fixed ones.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ def main() -> None:
     rig.add_engine_arguments(parser)
     parser.set_defaults(residency=(0.25,))
     parser.add_argument("--fixed", type=rig.shares, default=(0.3,), help="fixed splits")
+    parser.add_argument("--programs", type=int, nargs="+", default=[6, 8, 12], help="of the copy")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=60)
     parser.add_argument("--warm-up", type=int, default=30)
@@ -43,9 +43,8 @@ def main() -> None:
     costs = measure_profile(rig.plan_rig(checkpoint, settings, arguments.residency[0])).costs
     store = rig.LoadedStore(checkpoint)
     begun = time.perf_counter()
-    ways: list[tuple[str, bool, int, bool]] = [("no hints", False, 8, False), ("no copies", False, 8, True)]
-    for late in (False, True):
-        ways += [(f"{count} programs{' late' if late else ''}", late, count, True) for count in (4, 8, 24)]
+    ways: list[tuple[str, int, bool]] = [("no hints", 8, False), ("no copies", 8, True)]
+    ways += [(f"{count} programs", count, True) for count in arguments.programs]
     figures: dict[str, Any] = {"device": arguments.device, "residency": arguments.residency[0], "ways": {}}
     with rig.open_rig(store, settings, arguments.residency[0], 1.0) as engine:
         driver, server, model = rig.Driver(engine), engine.cache_server, engine.runtime.model
@@ -56,8 +55,8 @@ def main() -> None:
         print(f"ready after {time.perf_counter() - begun:.1f} s", flush=True)
         plane, hints = engine.runtime._plane, engine.runtime._plane.lookahead
         for number in range(arguments.rounds):
-            for name, late, programs, has_hints in ways if number % 2 == 0 else ways[::-1]:
-                data_plane.AHEAD_PROGRAMS, model.program.copies_late = programs, late
+            for name, programs, has_hints in ways if number % 2 == 0 else ways[::-1]:
+                data_plane.AHEAD_PROGRAMS = programs
                 plane.lookahead = hints if has_hints else None
                 server.set_lookahead(name not in ("no hints", "no copies"))
                 if model.on_gpu:

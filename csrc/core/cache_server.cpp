@@ -134,7 +134,8 @@ void CacheServer::observe_split(const LayerTiming& timing) {
                           .device_ns = static_cast<double>(timing.own_ns),
                           .wait_ns = static_cast<double>(timing.wait_ns),
                           .cpu_ns = static_cast<double>(timing.cpu_ns),
-                          .start_ns = static_cast<double>(timing.start_ns)};
+                          .start_ns = static_cast<double>(timing.start_ns),
+                          .bus_busy = was_copied_};
   splits_->of(static_cast<int>(timing.num_tokens)).observe(split);
 }
 
@@ -343,12 +344,14 @@ std::int32_t CacheServer::choose_ahead(const HintRequest& hint) {
 // The record that was copied for this publish, if it names it; -1 otherwise.
 std::int32_t CacheServer::take_ahead(const RequestHeader& request) {
   const Foretold told = foretold(request.layer);
+  was_copied_ = false;
   if (told.expert < 0 || (told.step_id == request.step_id && request.layer < told.layer)) return -1;
   foretold(request.layer).expert = -1;
   const bool in_time = told.step_id == request.step_id && told.layer == request.layer && request.num_tokens == 1 &&
                        (request.flags & kDeviceOnly) == 0 && request.top_k <= mailbox_->geometry().top_k;
   const std::int32_t* ids = mailbox_->ids();
   const bool used = in_time && std::find(ids, ids + request.top_k, told.expert) != ids + request.top_k;
+  was_copied_ = in_time && told.copied;
   if (in_time) lookahead_.observe(static_cast<int>(told.layer), used);
   if (told.copied && !used) fetched_bytes_.add(record_bytes_[told.layer]);
   if (!told.copied || !used) return -1;

@@ -182,6 +182,7 @@ class CacheServer {
   // Of a layer: the hint about the next one may come before this one's publish.
   Foretold& foretold(std::uint32_t layer) { return foretold_[layer % 2]; }
   Foretold foretold_[2];
+  bool was_copied_ = false;  // a record for the publish seen now, in the layer before it
   std::vector<Counter> layers_;
 
   std::mutex lifecycle_;

@@ -58,13 +58,14 @@
 // of one token with K < 32 has one, and it is complete before `plan` is raised. A split record's CPU entry may be
 // missing there: the pieces end with the K-th entry.
 //
-// Lookahead. While a step of one token is in one layer, the client may say by a hint which experts it expects in a later
-// one. ExpertCache answers every hint, with one record that the client shall copy ahead of time into a place of its own
-// (`ahead`: the hint's number, 1 in `packed`, the expert in `slot`), or with none (0 in `packed`). A record that was to be
-// copied is an entry of kind kAhead, the first of the fetches, if the publish of that layer in that step names it: the
-// client reads it in that place. So between the answer and that publish's plan the client makes the copy, and keeps the
-// place until it has run that entry. Hints change no result: they only say when a record crosses the bus. The client
-// raises `hint` as it raises `req`, and without regard to it.
+// Lookahead. While a step of one token is in one layer, the client may say by a hint which experts it expects in a
+// later one. ExpertCache answers every hint, with one record that the client shall copy ahead of time into a place of
+// its own
+// (`ahead`: the hint's number, 1 in `packed`, the expert in `slot`), or with none (0 in `packed`). A record that was to
+// be copied is an entry of kind kAhead, the first of the fetches, if the publish of that layer in that step names it:
+// the client reads it in that place. So between the answer and that publish's plan the client makes the copy, and keeps
+// the place until it has run that entry. Hints change no result: they only say when a record crosses the bus. The
+// client raises `hint` as it raises `req`, and without regard to it.
 //
 // Stamps are measurements, never part of the protocol: a party that skips a stage (a client that waits for no CPU
 // share) leaves the stamp of an earlier publish, so a difference counts only when it is positive and the stages are in
@@ -99,7 +100,8 @@ struct MailboxGeometry {
 struct MailboxOffsets {
   std::uint64_t req = 0, plan = 0, part = 0, hint = 0, abort = 0;
   std::uint64_t request = 0, hint_request = 0, hidden = 0, ids = 0, weights = 0, admit = 0;
-  std::uint64_t plan_header = 0, entries = 0, routes = 0, brief = 0, ahead = 0, slot_of = 0, stamps = 0, ring = 0, partial = 0;
+  std::uint64_t plan_header = 0, entries = 0, routes = 0, brief = 0, ahead = 0, slot_of = 0, stamps = 0, ring = 0,
+                partial = 0;
   std::uint64_t total_bytes = 0;
 };
 

@@ -362,7 +362,9 @@ void SplitPlanner::learn_answer(const SplitTiming& timing) {
   }
   double& handoff_ns = status_.live[kHandoff];
   const double answer_ns = std::max(timing.device_ns + timing.wait_ns - timing.cpu_ns, timing.start_ns);
-  const bool waited = timing.wait_ns > look_ns + kLookSlackNs;
+  // A long look over a busy bus is not the CPU's fault: there it was waited for only if it was at work still.
+  const bool was_late = !timing.bus_busy || timing.device_ns < timing.start_ns + timing.cpu_ns;
+  const bool waited = was_late && timing.wait_ns > look_ns + kLookSlackNs;
   if (!waited && answer_ns >= handoff_ns) return;
   // Now and then a thread is late by milliseconds, which says little of the next layer.
   const double gain = std::max(kGain, 1.0 / static_cast<double>(++handoffs_ + 1));

@@ -63,6 +63,7 @@ struct SplitTiming {
   double wait_ns = 0.0;
   double cpu_ns = 0.0;
   double start_ns = 0.0;
+  bool bus_busy = false;  // with something else while the device looked at the answer, so that a look took longer
 };
 
 // Decides by *applied* rates: those believed at first, or the live ones at the last change. Live rates are the believed

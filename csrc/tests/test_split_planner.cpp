@@ -359,6 +359,31 @@ void test_free_slots_are_filled() {
   CHECK(planner.choose(work).whole == 2);
 }
 
+// The device comes when the answer is there, but its look takes long because something else fills the bus.
+void test_a_long_look_over_a_busy_bus_is_no_handoff() {
+  for (const bool busy : {false, true}) {
+    SplitPlanner planner(usual_costs());
+    const LayerWork work = work_of({1, 1, 1, 1, 1, 1});
+    const World world;
+    for (int i = 0; i < 500; ++i) {
+      SplitTiming timing = world.time(planner, shares_of(work, 4));
+      CHECK(timing.device_ns > timing.cpu_ns);
+      timing.wait_ns = i % 2 == 0 ? 30e3 : 4e3;
+      timing.bus_busy = busy;
+      planner.observe(timing);
+    }
+    CHECK((planner.status().live[SplitPlanner::kHandoff] < 1e3) == busy);
+    // One that the CPU makes it wait for counts all the same.
+    for (int i = 0; i < 500; ++i) {
+      SplitTiming timing = world.time(planner, shares_of(work, 1));
+      timing.wait_ns += 40e3;
+      timing.bus_busy = busy;
+      planner.observe(timing);
+    }
+    CHECK(planner.status().live[SplitPlanner::kHandoff] > 20e3);
+  }
+}
+
 void test_refusals() {
   const auto refused = [](const SplitCosts& costs) {
     try {
@@ -389,6 +414,7 @@ int main() {
   for (const int period : {1, 2, 5, 16, 50, 200}) test_hysteresis(1, 0.3, period);
   test_wrong_beliefs();
   test_handoff();
+  test_a_long_look_over_a_busy_bus_is_no_handoff();
   test_late_answers_are_forgotten();
   test_hits_have_a_rate_of_their_own();
   test_follows_the_decisions_of_others();

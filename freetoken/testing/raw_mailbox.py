@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ class RawMailbox:
     def __init__(self, segment: SharedSegment, layout: Mapping[str, int]) -> None:
         self.layout = dict(layout)
         self._bytes = np.frombuffer(memoryview(segment), np.uint8)
-        self._words = {name: self._view(name, np.uint32, (1,)) for name in ("req", "plan", "part", "abort")}
+        self._words = {name: self._view(name, np.uint32, (1,)) for name in ("req", "plan", "part", "hint", "abort")}
         self.slot_of = self._view("slot_of", np.int32, (layout["num_layers"], layout["num_experts"]))
         """[L, E], live."""
 
@@ -90,6 +90,32 @@ class RawMailbox:
         self.request["num_tokens"], self.request["top_k"], self.request["flags"] = num_tokens, top_k, flags
         self._words["req"][0] = seq
         return seq
+
+    def hint(self, layer: int, ids: Sequence[int], *, step_id: int = 0) -> int:
+        """Say that a publish of ``layer`` will probably name ``ids``; the hint's number."""
+        seq = (int(self._words["hint"][0]) + 1) % 2**32
+        start = self.layout["hint_request_offset"]
+        for name, dtype, value in (
+            ("step_id", np.uint64, [step_id]),
+            ("layer", np.uint32, [layer]),
+            ("num_ids", np.uint32, [len(ids)]),
+            ("ids", np.int32, list(ids)),
+        ):
+            at = start + self.layout[f"hint_{name}_field"]
+            self._bytes[at : at + len(value) * np.dtype(dtype).itemsize].view(dtype)[:] = value
+        self._words["hint"][0] = seq
+        return seq
+
+    def await_ahead(self, seq: int) -> int:
+        """The expert whose record is to be copied for this hint, or -1."""
+        start = self.layout["ahead_offset"]
+        piece = self._bytes[start : start + 16].view(np.int32)
+        deadline = time.monotonic() + WAIT_S
+        while int(np.uint32(piece[0])) != seq:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"hint {seq} was not answered within {WAIT_S:g} s")
+            time.sleep(0)
+        return int(piece[2]) if piece[1] else -1
 
     def await_plan(self, seq: int) -> RawPlan:
         """Raises ``RuntimeError`` when the mailbox is aborted, ``TimeoutError`` after ``WAIT_S``."""

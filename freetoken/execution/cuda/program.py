@@ -68,7 +68,6 @@ class LayerProgram:
         self._arena = arena
         self._table = table
         self.trace: Trace | None = None
-        self.copies_late = True
         self.reserved: Stager | None = None
         """The staging buffer while a background step uses it: others keep to its spare places."""
         self._kv: list[PagedKV] = []
@@ -291,8 +290,10 @@ class LayerProgram:
             shape=buffers.shape,
         )
         self._mark("experts")
-        if ahead is not None and not self.copies_late:
-            self._copy_ahead(ahead)
+        if ahead is not None:
+            with self._branch.fork():
+                plane.copy_ahead(ahead.ordinal)
+            self._branch.end(ahead.ordinal)
         wait = None
         if x.tokens <= _COMBINE_WAITS_TOKENS:
             wait = plane.part_wait(layer.ordinal)
@@ -307,15 +308,7 @@ class LayerProgram:
             cpu_partial_address=plane.box.partial,
             wait=wait,
         )
-        if ahead is not None and self.copies_late:
-            self._copy_ahead(ahead)
         self._mark("combine")
-
-    def _copy_ahead(self, layer: LayerWeights) -> None:
-        assert self.plane is not None
-        with self._branch.fork():
-            self.plane.copy_ahead(layer.ordinal)
-        self._branch.end(layer.ordinal)
 
     def _hint_logits(self, layer: LayerWeights) -> Tensor:
         assert self.plane is not None and self.plane.lookahead is not None
