@@ -122,7 +122,7 @@ class StepResult:
 @dataclass(frozen=True, slots=True)
 class StepFailed:
     """GpuExecutor -> Scheduler. The step's KV and sampled tokens are void; its requests fail with ``message``.
-    ``suspects`` names actors whose data-plane answer was late."""
+    ``suspects`` names actors whose data-plane answer was late, or who left a layer half done."""
 
     step_id: int
     epoch: int

@@ -138,6 +138,9 @@ class DataPlane:
         self.limit_ns = int(limit_s * 1e9)
         self._arena = arena
         self._layout: dict[str, int] | None = None
+        self.in_layer = False
+        """Whether the launches of an expert layer have come as far as its publish and not to their end. If they go no
+        further, ExpertCache takes slots for filled, at the next publish, that are not."""
         self.box: MailboxAddresses | None = None
         self.flags = 0
         self.slot_of: NDArray[np.int32] = np.zeros((0, 0), np.int32)
@@ -161,6 +164,7 @@ class DataPlane:
         if self._layout is not None and layout != self._layout:
             raise FreeTokenError("the layout of the mailbox changed between epochs")
         self.window.attach(mailbox.segment)
+        self.in_layer = False
         self._layout = layout
         self.box = mailbox_addresses(layout, self.window.device_address)
         self.flags = layout["flag_device_client"]
@@ -204,6 +208,7 @@ class DataPlane:
         """Publish T rows of an expert layer, choosing experts from ``logits`` where given."""
         assert self.box is not None and self._layout is not None
         router = self.router
+        self.in_layer = True
         mailbox_kernels.publish(
             self.box, self.seq, step_id, num_real, hidden, ids, weights, admit, ordinal,
             logits=logits,
@@ -260,6 +265,7 @@ class DataPlane:
         published."""
         assert self.box is not None and self._layout is not None
         rows = min(len(ids), self._layout["max_tokens"])
+        self.in_layer = True
         placed_plan.publish_routes(
             self.box, self.seq, step_id, num_real, ids[:rows], weights[:rows], admit[:rows], ordinal,
             flags=self.flags
@@ -316,6 +322,10 @@ class DataPlane:
         """Wait for the CPU share of ``plan`` (of this layer), if it has one."""
         assert self.box is not None
         mailbox_kernels.await_part(self.box, self.seq, plan, self.limit_ns, stamps=self.box.layer_stamps(ordinal))
+
+    def end_layer(self) -> None:
+        """Everything is launched that follows from the last publish."""
+        self.in_layer = False
 
     def part_wait(self, ordinal: int) -> PartWait:
         """How the combine kernel of this layer waits for the CPU share."""

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -150,7 +150,8 @@ class EnqueuedSteps:
         pending.failed = self._fail(pending.plan, error)
         pending.draws = []
         pending.tail = None
-        self._abandon(pending)
+        if self._abandon(pending) and not pending.failed.suspects:
+            pending.failed = replace(pending.failed, suspects=(ActorName.GPU_EXECUTOR.value,))
 
     def _spare_earlier_steps(self, pending: Pending) -> None:
         """This step fails before the ones under way are finished: what they have computed stays true."""
@@ -234,9 +235,9 @@ class EnqueuedSteps:
         except Exception as error:
             self._give_up(pending, error)
 
-    def _abandon(self, pending: Pending) -> None:
-        """Nothing is left of a step that could not be launched whole: no note for the next one, and nothing that still
-        uses buffers which nobody would wait for."""
+    def _abandon(self, pending: Pending) -> bool:
+        """Nothing is left of a step that could not be launched whole: no note for the next one, nothing that still uses
+        buffers which nobody would wait for, and no slot that is taken for filled. Whether the epoch ends with it."""
         self._model.table.forget_notes()
         self._model.settle()
         if pending.launching and self._model.on_gpu:
@@ -244,6 +245,13 @@ class EnqueuedSteps:
                 torch.cuda.synchronize(self._model.device)
             except Exception as error:  # the device is lost; the next step says so again
                 logger.error("event=device_lost step=%d detail=%r", pending.plan.step_id, str(error))
+        plane = self._model.plane
+        if plane is None or not plane.in_layer or self._mailbox is None:
+            return False
+        # After the steps before, which have their answers, and before any publish that would count on these fills.
+        logger.error("event=mailbox_aborted reason=client_failed step=%d", pending.plan.step_id)
+        self._mailbox.abort("client_failed")
+        return True
 
     def _slots(self, plan: StepPlan, running: list[tuple[StepRow, RequestState]]) -> list[int]:
         table = self._model.table

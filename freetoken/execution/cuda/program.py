@@ -308,6 +308,7 @@ class LayerProgram:
             cpu_partial_address=plane.box.partial,
             wait=wait,
         )
+        plane.end_layer()
         self._mark("combine")
 
     def _hint_logits(self, layer: LayerWeights) -> Tensor:
@@ -367,4 +368,5 @@ class LayerProgram:
         combine(
             x.residual, x.weights, plan, partials=out, cpu_partial_address=plane.box.partial if shared else 0
         )  # fmt: skip
+        plane.end_layer()
         self._mark("combine")
