@@ -172,8 +172,9 @@ class RigRuntime(CudaRuntime):
             return super()._build_plane(records, report)
         router = self._launch.model.router
         assert router is not None and self._window is not None
-        limit_s = self._launch.config.executor.wait_timeout_s
-        return HostPlane(self._window, records, self._arena, router, limit_s, report.counts, self._looks_ahead)
+        return HostPlane(
+            self._window, records, self._arena, router, self._wait_limit_s, report.counts, self._looks_ahead
+        )
 
 
 def load_store(index: FtwIndex) -> HeldStore:

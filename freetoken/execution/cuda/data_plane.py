@@ -6,7 +6,7 @@ Sequence numbers count on the device. All that kernels get are addresses in the 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,7 @@ from freetoken.quant.record import RecordLayout
 COUNT_COLUMNS = 8
 _HITS, _FETCHES, _CPU, _CHANGES, _STATUS = 1, 2, 3, 5, 6
 _POLL_S = 20e-6
+_POLLS_PER_QUERY = 50
 # Of the copy ahead of time: as much under way as fills the bus, and no more, because what the layer's own kernels read
 # from the host meanwhile queues up behind it (24 programs on an H200: a look at the CPU's answer takes 28 us).
 AHEAD_PROGRAMS = 8
@@ -296,10 +297,32 @@ class DataPlane:
         """Where the device has a slot."""
         return self._arena.slots_address + slot * self._arena.slot_stride_bytes
 
+    def exchange(self, limit_s: float, before_wait: Callable[[], None]) -> int:
+        """For ``handshake``: publish nothing, and wait for ``part``; the wait's status (0: seen). Without a GPU a
+        kernel cannot wait, so ``before_wait`` does."""
+        router, device = self.router, self.counts.device
+        plan = self.layer_plan(self.new_plan(1, router.num_experts_per_tok), 0)
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        assert self.box is not None and self._layout is not None
+        ids = zeros(1, router.num_experts_per_tok, dtype=torch.int32)
+        self.publish(
+            0, zeros(1, dtype=torch.int64), zeros(1, dtype=torch.int32),
+            zeros(1, self._layout["hidden"], dtype=torch.float32), ids, ids.to(torch.float32),
+            zeros(1, dtype=torch.uint8), None,
+        )  # fmt: skip
+        if device.type != "cuda":
+            before_wait()
+        mailbox_kernels.await_part(self.box, self.seq, plan, int(limit_s * 1e9), always=True)
+        return int(plan.counts[6])
+
     def follow(self, step_id: int, ordinal: int) -> bool:
         """Wait, on the host, until the device has the plan of this expert layer of this step. Nothing later may be
         enqueued yet: other publishes would hide it. False when the mailbox is dead or the device is later than it may
-        be: what slots hold at this point of the stream is not known then."""
+        be: what slots hold at this point of the stream is not known then. Raises ``RuntimeError`` when the device has
+        failed."""
         layout, words = self._layout, self._words
         assert layout is not None
         request, plan = layout["request_offset"] // 4, layout["plan_offset"] // 4
@@ -307,6 +330,8 @@ class DataPlane:
         at_layer = request + layout["request_layer_field"] // 4
         at_step = (layout["request_offset"] + layout["request_step_id_field"]) // 4
         low, high = step_id & 0xFFFFFFFF, (step_id >> 32) & 0xFFFFFFFF
+        stream = torch.cuda.current_stream(self.counts.device) if self.counts.device.type == "cuda" else None
+        polls = 0
         end = time.monotonic() + self.limit_ns / 1e9
         while not words[layout["abort_offset"] // 4]:
             if words[at_step] == low and words[at_step + 1] == high:
@@ -315,6 +340,9 @@ class DataPlane:
                     return True
             if time.monotonic() > end:
                 break
+            polls += 1
+            if stream is not None and polls % _POLLS_PER_QUERY == 0:
+                stream.query()  # submits what a driver may have held back, and raises what the device has met
             time.sleep(_POLL_S)
         return False
 

@@ -15,6 +15,7 @@ import torch
 from freetoken.errors import FreeTokenError
 
 _PORTABLE, _DEVICE_MAP = 1, 2
+_KERNEL_EXEC_TIMEOUT = 17  # CU_DEVICE_ATTRIBUTE_KERNEL_EXEC_TIMEOUT
 
 
 class HostMemoryDriver(Protocol):
@@ -65,6 +66,15 @@ class CudaDriver:
         if code != 0:
             raise FreeTokenError(f"host memory at {address:#x} has no device address: {self._describe(code)}")
         return int(pointer.value)
+
+    def limits_kernel_time(self) -> bool:
+        """Whether the driver ends kernels that run for some seconds, as it does where the GPU drives a display."""
+        self.ensure_context()
+        value, device = ctypes.c_int(0), ctypes.c_int(0)
+        code = self._lib.cuCtxGetDevice(ctypes.byref(device))
+        if code == 0:
+            code = self._lib.cuDeviceGetAttribute(ctypes.byref(value), ctypes.c_int(_KERNEL_EXEC_TIMEOUT), device)
+        return code == 0 and value.value != 0
 
     def copy_to_device(self, destination: int, source: int, size_bytes: int, stream: int) -> None:
         """Enqueue a copy from a registered host address to a device address on ``stream`` (its handle). The context

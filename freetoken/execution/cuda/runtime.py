@@ -23,6 +23,7 @@ from freetoken.execution.cuda.data_plane import DataPlane, ExpertRecords
 from freetoken.execution.cuda.device_model import DECODE_BATCHES, DeviceLimits, DeviceModel, StepBuffers
 from freetoken.execution.cuda.driver import CudaDriver, HostMemoryDriver
 from freetoken.execution.cuda.executor import CudaStepExecutor
+from freetoken.execution.cuda.handshake import check_handshake, settle
 from freetoken.execution.cuda.host_memory import MailboxWindow, PinnedRing, RegisteredStore
 from freetoken.execution.cuda.prefill_costs import PrefillCosts
 from freetoken.execution.cuda.report import ReportBuffers
@@ -40,6 +41,8 @@ Progress = Callable[[int, int, str], None]
 
 # Beyond the layer's own limit, which the device keeps: the host only steps in when the device cannot.
 _WATCHDOG_SLACK_S = 2.0
+KERNEL_TIME_S = 1.0
+"""Longest wait of a kernel where the driver limits them: Windows ends a kernel after 2 s, an X server after about 5."""
 
 
 class CudaRuntime:
@@ -70,6 +73,7 @@ class CudaRuntime:
         self._store = store
         self._arena = arena
         self._on_progress = on_progress
+        self._wait_limit_s = wait_limit_s(launch.config.executor.wait_timeout_s, driver)
         spec = launch.model
         self._registered: RegisteredStore | None = None
         self._stager: Stager | None = None
@@ -155,7 +159,7 @@ class CudaRuntime:
             records,
             self._arena,
             router,
-            self._launch.config.executor.wait_timeout_s,
+            self._wait_limit_s,
             report.counts,
             self._looks_ahead,
         )
@@ -245,8 +249,23 @@ class CudaRuntime:
         self._arena.stream = self._model.stream
         if capture:
             self._arena.warm_up()
+        self._check_handshake()
         self.model.attach(self._warm_mailbox)
         self.model.prepare(self._on_progress, capture)
+
+    def _check_handshake(self) -> None:
+        """Raises ``FreeTokenError`` where GPU and CPU cannot work on the same memory at once."""
+        if self._plane is None:
+            return
+        self._on_progress(0, 0, "trying the mailbox with the GPU")
+        geometry = plan_mailbox(self._launch)
+        mailbox = Mailbox.create(
+            SharedSegment.create("freetoken-handshake", Mailbox.required_bytes(*geometry)), 0, *geometry
+        )
+        self.model.attach(mailbox)
+        with self.model.on_stream():
+            check_handshake(self._plane, mailbox)
+            settle(self._plane)
 
     def release_arena(self) -> None:
         """See ``ArenaUser``. Store, weights and buffers stay."""
@@ -264,9 +283,7 @@ class CudaRuntime:
         self.model.attach(mailbox)
         self._mailbox = mailbox
         if self._watchdog is None:
-            self._watchdog = Watchdog(
-                config.executor.wait_timeout_s + _WATCHDOG_SLACK_S, self._progress_of_words, self._on_late
-            )
+            self._watchdog = Watchdog(self._wait_limit_s + _WATCHDOG_SLACK_S, self._progress_of_words, self._on_late)
         limits = StepLimits(
             block_size=plan.kv_block_size,
             num_blocks=self._arena.num_blocks,
@@ -308,6 +325,20 @@ class CudaRuntime:
         reason = {"ExpertCache": "plan_late", "CpuExecutor": "partial_late"}.get(mailbox.overdue, "client_failed")
         logger.error("event=mailbox_aborted reason=%s", reason)
         mailbox.abort(reason)
+
+
+def wait_limit_s(configured_s: float, driver: HostMemoryDriver) -> float:
+    """How long a kernel may wait for the host: where the driver ends kernels after some seconds, well below that, so
+    that a late answer fails one step with a reason instead of the device with none."""
+    if configured_s > KERNEL_TIME_S and isinstance(driver, CudaDriver) and driver.limits_kernel_time():
+        logger.warning(
+            "event=kernel_time_limited wait_limit_s=%g configured_s=%g detail=%r",
+            KERNEL_TIME_S,
+            configured_s,
+            "this GPU drives a display, so its driver ends long kernels: executor.wait_timeout_s is lowered",
+        )
+        return KERNEL_TIME_S
+    return configured_s
 
 
 def decode_batch_sizes(max_running: int) -> tuple[int, ...]:
