@@ -118,12 +118,12 @@ def _fetch_probe(spec: LaunchSpec, profile_gpu: str) -> Callable[[ProbeStore, in
 
 
 def with_profile(spec: LaunchSpec, notify: Callable[[str], None] = lambda text: None) -> LaunchSpec:
-    """The launch with measured costs: from the profile that is kept, or by measuring now (``notify`` is told), in
-    another process. What goes wrong is logged, and costs stay assumed."""
-    if not splits_misses(spec) or spec.config.experts.split != "auto":
+    """The launch with measured costs: from the profile that is kept, whatever the split, or with split=auto by
+    measuring now (``notify`` is told), in another process. What goes wrong is logged, and costs stay assumed."""
+    if not splits_misses(spec):
         return spec
-    profile = find_profile(spec)
-    if profile is None and spec.config.experts.measure:
+    profile, experts = find_profile(spec), spec.config.experts
+    if profile is None and experts.measure and experts.split == "auto":
         notify("measuring what PCIe and CPU deliver for this model's experts, once")
         try:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
