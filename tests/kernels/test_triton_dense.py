@@ -102,6 +102,17 @@ def test_norm_router():
     assert relative_error(logits, expected @ router.T) < 1e-5
 
 
+def test_norm_router_of_a_later_layer_too():
+    residual, norm, router = randn(1, 48), randn(48, seed=1), randn(10, 48, seed=2)
+    later = randn(48, seed=3), randn(10, 48, seed=4), torch.empty(1, 10, device=DEVICE)
+    hidden, logits = torch.empty(1, 48, device=DEVICE), torch.empty(1, 10, device=DEVICE)
+    norm_router(residual, norm, router, hidden, logits, 1e-6, ahead=later)
+    own = reference.rms_norm(residual, norm, 1e-6)
+    assert relative_error(hidden, own) < 1e-6
+    assert relative_error(logits, own @ router.T) < 1e-5
+    assert relative_error(later[2], reference.rms_norm(residual, later[0], 1e-6) @ later[1].T) < 1e-5
+
+
 @pytest.mark.parametrize(("dim", "rotary"), [(16, 16), (16, 8), (12, 12)])
 @pytest.mark.parametrize("norm", [True, False])
 def test_rope_kv(dim, rotary, norm):
