@@ -9,6 +9,7 @@
 #   PARTS="build sanitizer" OUT=results bash bench/gpu/session.sh       kernel tests under compute-sanitizer
 #   PARTS="build cpu" OUT=results bash bench/gpu/session.sh             the CPU's Q4_0 kernel alone, on all cores
 #   PARTS="build model rebalance" OUT=results bash bench/gpu/session.sh
+#   PARTS="build model lookahead stream_memory" OUT=results bash bench/gpu/session.sh
 #
 # A model that is there already is kept, so a second call on the same machine does not make it again. Parts have limits of
 # their own and share one for all (TOTAL seconds), so a part that hangs costs no other its turn.
@@ -143,6 +144,11 @@ wanted decode && part decode 70 $PYTHON bench/system/decode.py "${COMMON[@]}" --
 # It ends itself a little before its limit.
 wanted split && part split "$SPLIT_S" $PYTHON bench/system/split.py "${COMMON[@]}" --fill-tokens "$FILL" --kv-tokens "$KV" \
     --seconds $((($(left) < SPLIT_S ? $(left) : SPLIT_S) - 30)) --wrong ${SPLIT_OPTIONS:-} --out "$OUT/split.json"
+
+wanted lookahead && part lookahead 110 $PYTHON bench/gpu/lookahead.py "${COMMON[@]}" --residency 0.25 --fill-tokens "$FILL" \
+    --kv-tokens "$KV" ${LOOKAHEAD_OPTIONS:-} --out "$OUT/lookahead.json"
+
+wanted stream_memory && part stream_memory 30 $PYTHON bench/gpu/stream_memory.py --out "$OUT/stream_memory.json"
 
 wanted cpu && part cpu 60 $PYTHON bench/micro/expert_kernels.py --dtype q4_0 --threads $CPU_THREADS --tokens 1 4 16 \
     --out "$OUT/expert_kernels_q4_0.json"
