@@ -71,7 +71,13 @@ class SchedulerConfig(_Section):
 
     max_num_running: int = Field(64, ge=1, le=4096, description="Requests computed at the same time.")
     max_num_waiting: int = Field(256, ge=0, description="Requests queued before new ones get 429.")
-    max_num_batched_tokens: int = Field(512, ge=16, le=65536, description="Tokens of one step, prefill and decode.")
+    max_num_batched_tokens: int | None = Field(
+        None,
+        ge=16,
+        le=65536,
+        description="Tokens of one step, prefill and decode. Unset: 512, and on a GPU up to 4096 as far as the budget "
+        "has room for them.",
+    )
     prefill_chunk_tokens: int = Field(
         256,
         ge=16,

@@ -111,6 +111,10 @@ class BootNeeds:
         elastic = self._elastic_bytes(room, kv_bytes)
         return elastic if kv_bytes + elastic <= room else self._step_bytes
 
+    def most_slot_reserve(self, kv_bytes: int) -> int:
+        """No ``room`` makes ``slot_reserve`` greater."""
+        return self._elastic_bytes(1 << 62, kv_bytes)
+
     def kv_blocks(self, room: int, wanted: int) -> int:
         """As many of the wanted blocks as fit beside the slots' reserve."""
         reserve = self.slot_reserve(room, self._usable_blocks * self.block_bytes)

@@ -11,7 +11,14 @@ from freetoken.config import EngineConfig
 from freetoken.costs import CostModel
 from freetoken.elastic.arena_shape import why_rigid
 from freetoken.elastic.boot_needs import CARD_RESERVE_BYTES
-from freetoken.elastic.boot_plan import CheckpointSizes, kv_dtype_bytes, plan_boot, plan_cuda_bytes
+from freetoken.elastic.boot_plan import (
+    LONGER_STEPS_SHARE,
+    MOST_BATCH_TOKENS,
+    CheckpointSizes,
+    kv_dtype_bytes,
+    plan_boot,
+    plan_cuda_bytes,
+)
 from freetoken.elastic.machine import MachineInfo, pinnable_bytes
 from freetoken.errors import CapacityError
 from freetoken.launch_spec import ResolvedPlan
@@ -94,6 +101,7 @@ class BootReport:
             "num_records": self.num_records,
             "kv_tokens": plan.kv_capacity_tokens,
             "kv_dtype": plan.kv_dtype,
+            "max_batch_tokens": plan.max_batch_tokens,
             "max_context_tokens": plan.max_context_tokens,
             "cpu_threads": plan.cpu_threads,
             "decode": {
@@ -208,7 +216,7 @@ def _rows(
             place,
             "workspace",
             plan.workspace_bytes - fixed,
-            f"steps of up to {plan.max_batch_tokens} tokens",
+            f"steps of up to {plan.max_batch_tokens} tokens{_why_so_long(config, plan)}",
         )
     )
     rows.append(PlanRow(place, "KV cache", kv_bytes, f"{plan.kv_capacity_tokens:,} tokens of {plan.kv_dtype}"))
@@ -231,6 +239,19 @@ def _rows(
         pinned = ", pinned as far as the driver allows" if config.device == "cuda" else ""
         rows.append(PlanRow("host", "experts", sizes.expert_bytes, f"{num_records:,} records{pinned}"))
     return tuple(rows)
+
+
+def _why_so_long(config: EngineConfig, plan: ResolvedPlan) -> str:
+    """Of the longest step, where the plan chose it."""
+    if config.scheduler.max_num_batched_tokens is not None:
+        return " (scheduler.max_num_batched_tokens)"
+    if config.device != "cuda":
+        return ""
+    if plan.max_batch_tokens == MOST_BATCH_TOKENS:
+        return ", the longest chosen"
+    if plan.max_batch_tokens >= plan.kv_capacity_tokens:
+        return ", as many as KV holds"
+    return f", what 1/{LONGER_STEPS_SHARE} of the memory left beside KV allows"
 
 
 def _levers(

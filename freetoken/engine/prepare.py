@@ -10,7 +10,7 @@ from freetoken.checkpoint.ftw import FtwIndex
 from freetoken.checkpoint.resolve import resolve_checkpoint
 from freetoken.config import EngineConfig
 from freetoken.config.loader import load_config, merge
-from freetoken.elastic.boot_plan import CheckpointSizes, plan_boot
+from freetoken.elastic.boot_plan import LEAST_BATCH_TOKENS, CheckpointSizes, plan_boot
 from freetoken.elastic.machine import MachineInfo, read_machine
 from freetoken.errors import ConfigError
 from freetoken.launch_spec import LaunchSpec
@@ -44,15 +44,16 @@ def check_config(config: EngineConfig) -> None:
     if config.deterministic and config.device != "cpu":
         raise ConfigError(f"deterministic=true needs device=cpu (got device={config.device})")
     scheduler = config.scheduler
-    if scheduler.max_num_running > scheduler.max_num_batched_tokens:
+    batched = scheduler.max_num_batched_tokens or LEAST_BATCH_TOKENS
+    if scheduler.max_num_running > batched:
         raise ConfigError(
             f"scheduler.max_num_running={scheduler.max_num_running} is above "
-            f"scheduler.max_num_batched_tokens={scheduler.max_num_batched_tokens}: one step could not hold all of them"
+            f"scheduler.max_num_batched_tokens={batched}: one step could not hold all of them"
         )
-    if scheduler.prefill_chunk_tokens > scheduler.max_num_batched_tokens:
+    if scheduler.prefill_chunk_tokens > batched:
         raise ConfigError(
             f"scheduler.prefill_chunk_tokens={scheduler.prefill_chunk_tokens} is above "
-            f"scheduler.max_num_batched_tokens={scheduler.max_num_batched_tokens}"
+            f"scheduler.max_num_batched_tokens={batched}"
         )
 
 

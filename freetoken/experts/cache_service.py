@@ -168,7 +168,7 @@ class ExpertCacheService(Service):
         except (MemoryError, OSError) as error:
             raise CapacityError(
                 f"{format_bytes(size_bytes)} for the mailbox are not available ({error}); lower "
-                f"scheduler.max_num_batched_tokens={self.spec.config.scheduler.max_num_batched_tokens}"
+                f"scheduler.max_num_batched_tokens={self.spec.plan.max_batch_tokens}"
             ) from error
         return segment
 

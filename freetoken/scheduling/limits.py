@@ -40,9 +40,7 @@ class SchedulerLimits:
         """The limits of a launch: the settings, cut to what the boot plan sized the workspace for."""
         config, plan = spec.config.scheduler, spec.plan
         arena = plan_arena(spec) if spec.config.elastic.auto else None
-        batched = config.max_num_batched_tokens
-        if plan.max_batch_tokens > 0:
-            batched = min(batched, plan.max_batch_tokens)
+        batched = min(config.max_num_batched_tokens or plan.max_batch_tokens, plan.max_batch_tokens)
         return cls(
             max_num_running=config.max_num_running,
             max_num_waiting=config.max_num_waiting,

@@ -378,7 +378,7 @@ def fake_launch_spec(
         kv_block_size=block_size, num_kv_blocks=num_kv_blocks, kv_dtype="f32", max_context_tokens=max_context_tokens,
         num_slots=0, slot_stride_bytes=0, dense_bytes=0, workspace_bytes=0, store_bytes=0, cpu_threads=1,
         device_threads=1, cpu_core_ids=(), device_core_ids=(), spin_us=0,
-        max_batch_tokens=config.scheduler.max_num_batched_tokens,
+        max_batch_tokens=config.scheduler.max_num_batched_tokens or 512,
     )  # fmt: skip
     return LaunchSpec(config, model, plan, checkpoint="", fingerprint="", served_model_name="fake")
 

@@ -176,8 +176,8 @@ DEVICES = st.sampled_from(["cpu", "cuda"])
 LARGE = MachineInfo(tuple(range(8)), 512 * GIB, 500 * GIB)
 
 
-@given(BUDGETS, st.sampled_from([None, 1024, 16384, 40960]), st.sampled_from([256, 512, 2048]), DEVICES)
-def test_the_parts_never_exceed_the_budget(mib: int, kv_tokens: int | None, batch: int, device: Any) -> None:
+@given(BUDGETS, st.sampled_from([None, 1024, 16384, 40960]), st.sampled_from([None, 256, 512, 2048]), DEVICES)
+def test_the_parts_never_exceed_the_budget(mib: int, kv_tokens: int | None, batch: int | None, device: Any) -> None:
     config = EngineConfig(
         model="m",
         vram=mib << 20,
@@ -211,6 +211,49 @@ def test_more_kv_never_gives_more_slots(mib: int, blocks: int, more: int, device
     least, next_one, most = slots(blocks), slots(blocks + 1), slots(blocks + more)
     for fewer, greater in ((least, next_one), (least, most)):
         assert greater is None or (fewer is not None and greater <= fewer)
+
+
+@given(BUDGETS, st.integers(1, 64), st.sampled_from([None, 16, 1024, 16384, 40960]))
+def test_a_larger_budget_never_gives_shorter_steps(mib: int, more: int, kv_tokens: int | None) -> None:
+    def longest(size: int) -> int:
+        try:
+            result = plan(LARGE, vram=size << 20, device="cuda", kv={"num_tokens": kv_tokens})
+        except CapacityError:
+            return 0
+        # As long as they may be, of what 512 tokens leave, and no longer than KV.
+        assert 512 <= result.max_batch_tokens <= 4096 and result.max_batch_tokens % 512 == 0
+        assert result.max_batch_tokens <= max(512, result.kv_capacity_tokens)
+        more_bytes = plan_workspace_bytes(MODEL, result.max_batch_tokens, 0) - plan_workspace_bytes(MODEL, 512, 0)
+        assert more_bytes <= (result.budget_bytes - result.dense_bytes) // 8
+        return int(result.max_batch_tokens)
+
+    assert longest(mib) <= longest(mib + 1) and longest(mib) <= longest(mib + more)
+
+
+@given(st.integers(4 << 10, 9 << 10), st.sampled_from([None, 16, 1024, 16384, 40960]))
+def test_longer_steps_are_no_reason_to_refuse(mib: int, kv_tokens: int | None) -> None:
+    def kv(**scheduler: int) -> int | None:
+        try:
+            result = plan(LARGE, vram=mib << 20, device="cuda", kv={"num_tokens": kv_tokens}, scheduler=scheduler)
+        except CapacityError:
+            return None
+        return int(result.kv_capacity_tokens)
+
+    assert kv() == kv(max_num_batched_tokens=512)
+
+
+def test_steps_are_as_long_as_the_settings_say_or_the_card_allows() -> None:
+    def longest(gib: int, **scheduler: int) -> tuple[int, int]:
+        result = plan(LARGE, vram=gib * GIB, device="cuda", scheduler=scheduler)
+        return result.max_batch_tokens, result.workspace_bytes
+
+    assert [longest(gib)[0] for gib in (5, 9, 24, 100)] == [512, 1536, 4096, 4096]
+    for tokens in (64, 512, 4096, 8192):
+        assert longest(24, max_num_batched_tokens=tokens)[0] == tokens
+    assert longest(24) == longest(24, max_num_batched_tokens=4096)
+    for settings in ({}, {"vram": 24 * GIB}):
+        assert plan(LARGE, **settings).max_batch_tokens == 512
+    assert plan(vram=24 * GIB, device="cuda", kv={"num_tokens": 1000}).max_batch_tokens == 1024
 
 
 def test_more_kv_gives_no_more_slots_where_staging_ends() -> None:

@@ -102,6 +102,21 @@ def test_the_budget_of_a_card_is_noted():
     assert "no GPU could be asked" in notes(MACHINE, device="cuda", vram=22 * GIB)
 
 
+def test_the_length_of_steps_is_told_with_its_reason():
+    def told(vram, **settings):
+        return next(row.note for row in report(vram, **settings).rows if row.what == "workspace")
+
+    assert told("24GiB", device="cuda") == "steps of up to 4096 tokens, the longest chosen"
+    assert told("8GiB", device="cuda") == "steps of up to 2560 tokens, what 1/8 of the memory left beside KV allows"
+    assert told("24GiB", device="cuda", kv={"num_tokens": 1024}) == "steps of up to 1024 tokens, as many as KV holds"
+    explicit = {"max_num_batched_tokens": 1024}
+    assert told("8GiB", device="cuda", scheduler=explicit) == (
+        "steps of up to 1024 tokens (scheduler.max_num_batched_tokens)"
+    )
+    assert told("24GiB", device="cpu") == "steps of up to 512 tokens"
+    assert report("24GiB", device="cuda").to_json()["max_batch_tokens"] == 4096
+
+
 def test_numbers_beyond_all_memory_are_refused(capsys):
     for setting in ("kv.num_tokens", "max_context_tokens", "vram"):
         assert main(["plan", "qwen3-moe-tiny", "--set", f"{setting}=1{'0' * 400}"]) == 2

@@ -177,7 +177,7 @@ async def test_a_mailbox_that_does_not_fit_is_refused(make_peers, monkeypatch):
     await peers.load()
     await peers.enter(1)
     monkeypatch.setattr(cache_service.Mailbox, "required_bytes", lambda *geometry: 1 << 60, raising=True)
-    with pytest.raises(CapacityError, match=r"for the mailbox.*max_num_batched_tokens=512"):
+    with pytest.raises(CapacityError, match=r"for the mailbox.*max_num_batched_tokens=8"):
         await peers.cache.wire(peers.wiring)
 
 
