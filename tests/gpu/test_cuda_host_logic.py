@@ -360,12 +360,15 @@ def test_only_long_prefill_waits_for_the_step_before() -> None:
     model: Any = SimpleNamespace(
         weights=SimpleNamespace(spec=SimpleNamespace(vocab_size=10)),
         long_tokens=lambda tokens: 128 if tokens > 3 else 0,
+        background_tokens=lambda tokens: 128,
         decode_batch=lambda rows: rows if rows <= 8 else None,
     )
     executor = CudaStepExecutor(model, None, StepLimits(16, 64, 1024, 256, 0), None)
 
+    steps = itertools.count(2)
+
     def plan(*lengths: int) -> StepPlan:
-        return StepPlan(2, 1, tuple(StepRow(f"r{i}", 0, length, True) for i, length in enumerate(lengths)))
+        return StepPlan(next(steps), 1, tuple(StepRow(f"r{i}", 0, length, True) for i, length in enumerate(lengths)))
 
     assert not executor.must_finish_first(plan(100))
     executor._pending.append(Pending(plan(1), 0))
@@ -373,6 +376,14 @@ def test_only_long_prefill_waits_for_the_step_before() -> None:
     assert executor.must_finish_first(plan(*[1] * 9))
     assert not executor.must_finish_first(plan(*[1] * 8))
     assert not executor.must_finish_first(plan(2)) and not executor.must_finish_first(plan())
+    # What was chosen for a step stays: residency changes, and a long piece behind another would take its buffers.
+    for tokens in (2, 100):
+        step = plan(tokens)
+        before = executor.must_finish_first(step)
+        model.long_tokens = lambda tokens, before=before: 0 if before else 128
+        assert executor.must_finish_first(step) == before
+        assert executor._long_tokens(step.step_id, tokens) == (128 if before else 0)
+        model.long_tokens = lambda tokens: 128 if tokens > 3 else 0
 
 
 # ------------------------------------------------------------------------------------------------ pipelining

@@ -26,7 +26,6 @@ if not ON_GPU and not triton.knobs.runtime.interpret:
     pytest.skip("needs a CUDA device or TRITON_INTERPRET=1 in the environment", allow_module_level=True)
 SLOW_TO_INTERPRET = pytest.mark.skipif(not ON_GPU, reason="needs a GPU: the interpreter takes half a minute")
 
-from freetoken.costs import assumed_costs  # noqa: E402
 from freetoken.execution.cuda import bounce, device_model, host_memory  # noqa: E402
 from freetoken.execution.cuda.executor import Background  # noqa: E402
 from freetoken.execution.cuda.prefill_costs import PrefillCosts  # noqa: E402
@@ -52,6 +51,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_model, "GEMV_EXPERT_TOKENS", 8)
     monkeypatch.setattr(device_model, "LONG_TOKENS", 16)
     monkeypatch.setattr(device_model, "LONG_STEP", 8)
+    monkeypatch.setattr(PrefillCosts, "prefers_streaming", lambda costs, missing, tokens: tokens > 16)
 
 
 STREAM = [(i * 37 + 5) % 500 for i in range(5)]
@@ -158,13 +158,13 @@ def test_a_chunk_of_a_store_that_is_not_pinned_alternates_with_decode_steps(
         assert stream.tokens == tiny.oracle_greedy(STREAM, len(stream.tokens))
 
 
-def test_prompts_that_ride_along_keep_off_the_staged_records(directory: Path) -> None:
+def test_prompts_that_ride_along_keep_off_the_staged_records(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = load_tiny_checkpoint("qwen3_moe")
     short = [(i * 29 + 1) % 500 for i in range(12)]
     with CudaRig(launch_of("qwen3_moe", directory, num_slots=4), fetch_fraction=1.0, capture=False) as rig:
         executor, model = rig.executor, rig.runtime.model
         # Staging would be preferred for the short one as well.
-        model.costs = PrefillCosts(4, 4, 1, 0.5, 0.0, assumed_costs("cuda"))
+        monkeypatch.setattr(PrefillCosts, "prefers_streaming", lambda costs, missing, tokens: True)
         plan = StepPlan(2, 1, (first_row("p", PROMPT, 18, range(8, 16)),), background=True)
         pending = executor.begin(plan)
         names = []

@@ -26,8 +26,8 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU and not triton.knobs.runtime.interpret:
     pytest.skip("needs a CUDA device or TRITON_INTERPRET=1 in the environment", allow_module_level=True)
 
-from freetoken.costs import assumed_costs  # noqa: E402
-from freetoken.execution.cuda import bounce, device_model, expert_kernels, host_memory  # noqa: E402
+from freetoken.costs import CostModel, SideCost  # noqa: E402
+from freetoken.execution.cuda import bounce, device_model, expert_kernels, host_memory, prefill_costs  # noqa: E402
 from freetoken.execution.cuda import enqueued as enqueued_module  # noqa: E402
 from freetoken.execution.cuda.prefill_costs import PrefillCosts  # noqa: E402
 from freetoken.execution.cuda.runtime import CudaRuntime  # noqa: E402
@@ -45,11 +45,17 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything beyond 8 tokens is put in place, beyond 16 long."""
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything beyond 8 tokens is put in place, beyond 16 the CPU has no share."""
     monkeypatch.setattr(device_model, "GEMV_EXPERT_TOKENS", 8)
     monkeypatch.setattr(device_model, "LONG_TOKENS", 16)
     monkeypatch.setattr(device_model, "LONG_STEP", 8)
+
+
+@pytest.fixture
+def small_sizes(small_batches: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whatever it costs is long."""
+    monkeypatch.setattr(PrefillCosts, "prefers_streaming", lambda costs, missing, tokens: tokens > 16)
 
 
 def prompt_of(length: int) -> list[int]:
@@ -163,8 +169,7 @@ def test_residency_that_changes_between_copy_and_use_is_only_slow(
     with CudaRig(launch_of("qwen3_moe", directory, num_slots=6), capture=False) as rig:
         for number, start in enumerate((0, 12)):
             plan = StepPlan(number + 1, 1, (row_of(prompt, start, 12),))
-            if start == 0:
-                rig.runtime.model.costs = PrefillCosts(4, 4, 1, 0.5, 0.0, assumed_costs("cuda"))
+            monkeypatch.setattr(PrefillCosts, "prefers_streaming", lambda costs, missing, tokens: True)
             ok(rig.executor.execute(plan))
         error = (rig.runtime.model.logits[0].cpu() - tiny.oracle_logits(prompt)[-1]).abs().max()
         assert error < TOLERANCE
@@ -189,6 +194,40 @@ def test_decode_rows_ride_along_with_a_long_chunk(directory: Path) -> None:
         for row, tokens in enumerate(([*first, token], second)):
             assert (model.logits[row].cpu() - tiny.oracle_logits(tokens)[-1]).abs().max() < TOLERANCE
         assert [token, result.rows[0].token_id] == tiny.oracle_greedy(first, 2)
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_choice_goes_by_costs_and_by_what_is_in_slots(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    """20 tokens in shared passes of 16, though there is room to stage them; and 12 streamed."""
+    monkeypatch.setattr(enqueued_module, "PIECE_BUCKETS", (8, 16))
+    monkeypatch.setattr(prefill_costs, "PIECE_TOKENS", 16)
+    monkeypatch.setattr(prefill_costs, "_PASS_NS", 0.0)
+    monkeypatch.setattr(prefill_costs, "_FOLLOW_NS", 0.0)
+    tiny = load_tiny_checkpoint("qwen3_moe")
+    prompt = prompt_of(12 if streams else 20)
+    with CudaRig(launch_of("qwen3_moe", directory, num_slots=6), fetch_fraction=0.0, capture=False) as rig:
+        model = rig.runtime.model
+        assert model.costs is not None and model.plane is not None and model.stager is not None
+        spec = tiny.spec
+        assert model.costs.record_bytes.tolist() == list(model.plane.records.strides)
+        assert model.costs.capacity == model.stager.capacity and model.costs.overlaps
+        slow, fast = SideCost(0.0, 1e3), SideCost(0.0, 1.0)
+        fetch, cpu = (fast, slow) if streams else (slow, fast)
+        model.costs = dataclasses.replace(model.costs, fetch_fraction=0.0, costs=CostModel(fetch, fetch, cpu, cpu))
+        assert (model.long_tokens(len(prompt)) > 0) == (model.long_tokens(200) > 0) == streams
+        result = ok(rig.executor.execute(StepPlan(1, 1, (row_of(prompt, 0, len(prompt)),))))
+        assert (model.logits[0].cpu() - tiny.oracle_logits(prompt)[-1]).abs().max() < TOLERANCE
+        assert result.experts.layer_steps == len(spec.moe_layers) * (1 if streams else 2)
+        assert (result.experts.cpu > 0) == (not streams) and (model.stager.copied_bytes > 0) == streams
+        # By now some are in slots, or none of them where nothing was fetched.
+        missing = model.costs.missing(model.plane.slot_of)
+        in_slots = (model.plane.slot_of >= 0).sum()
+        assert missing.all.sum() == spec.num_experts * len(spec.moe_layers) - in_slots and (in_slots > 0) == streams
+        model.plane.slot_of = np.zeros_like(model.plane.slot_of)
+        assert model.long_tokens(8) == 0  # there is nothing to stream, and nothing to wait for
 
 
 class Refusing(HostCopier):

@@ -248,13 +248,6 @@ class DeviceModel:
         if self.stager is not None:
             self.stager.settle()
 
-    def slots_changed(self, num_slots: int) -> None:
-        """Estimates of prefill go by the number of slots; nothing else does."""
-        if self.costs is not None:
-            spec = self.weights.spec
-            records = max(1, spec.num_experts * len(spec.moe_layers))
-            self.costs = replace(self.costs, resident=min(1.0, num_slots / records))
-
     def on_stream(self) -> torch.cuda.StreamContext:
         """Context in which launches go to this model's stream."""
         return torch.cuda.stream(self.stream)
@@ -311,7 +304,6 @@ class DeviceModel:
         """The arena was allocated anew: take its addresses, and capture graphs again where there were any. The attached
         mailbox must be aborted, as for ``prepare``."""
         self.program.follow_arena()
-        self.slots_changed(self.arena.num_slots)
         if self._is_captured:
             with self.on_stream():
                 pool = torch.cuda.graph_pool_handle()
@@ -339,12 +331,19 @@ class DeviceModel:
         )
 
     def long_tokens(self, num_tokens: int) -> int:
-        """Padded size of a step of ``num_tokens`` tokens that runs in one long piece; 0 when it runs in short ones."""
+        """Padded size of a step of ``num_tokens`` tokens that should run in one long piece, by the records that are in
+        slots now; 0 when it should run in short ones."""
         if self._long is None or not self.streams:
             return 0
-        if num_tokens <= LONG_TOKENS and (self.costs is None or not self.costs.prefers_staging(num_tokens)):
-            return 0
-        return self.background_tokens(num_tokens)
+        plane, costs = self.plane, self.costs
+        long = num_tokens > LONG_TOKENS
+        if costs is not None and plane is not None and self.stager is not None and self.stager.reaches_all:
+            long = costs.prefers_streaming(costs.missing(plane.slot_of), num_tokens)
+        return self.background_tokens(num_tokens) if long else 0
+
+    def stages_background(self, num_tokens: int) -> bool:
+        """Whether the one piece of a background step is staged: always when it is too long for the CPU to share it."""
+        return self.background_tokens(num_tokens) > LONG_TOKENS or self.long_tokens(num_tokens) > 0
 
     def background_tokens(self, num_tokens: int) -> int:
         """Padded size of a background step of ``num_tokens`` tokens, one piece of any length; 0 when there is no room

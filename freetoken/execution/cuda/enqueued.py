@@ -94,6 +94,7 @@ class EnqueuedSteps:
         self._watchdog = watchdog
         self._lock = threading.Lock()  # over requests and pending
         self._pending: list[Pending] = []
+        self._chosen: tuple[int, bool] = (-1, False)
         spec = model.weights.spec
         self.requests = BatchState(
             spec.vocab_size, limits.block_size, limits.num_blocks, limits.max_context_tokens, grammars
@@ -114,11 +115,14 @@ class EnqueuedSteps:
         rows = plan.rows
         if all(row.num_tokens == 1 for row in rows) and self._model.decode_batch(len(rows)) is not None:
             return False  # whatever would be cheaper for as many tokens of prefill
-        return self._long_tokens(sum(row.num_tokens for row in rows)) > 0
+        return self._long_tokens(plan.step_id, sum(row.num_tokens for row in rows)) > 0
 
-    def _long_tokens(self, num_tokens: int) -> int:
-        """The size of the long piece for so many tokens of prefill; 0: short pieces."""
-        return self._model.long_tokens(num_tokens)
+    def _long_tokens(self, step_id: int, num_tokens: int) -> int:
+        """The size of the long piece for so many tokens of prefill; 0: short pieces. Chosen once for a step: residency
+        changes meanwhile, and a long piece must not be enqueued behind another one."""
+        if self._chosen[0] != step_id:
+            self._chosen = (step_id, self._model.long_tokens(num_tokens) > 0)
+        return self._model.background_tokens(num_tokens) if self._chosen[1] else 0
 
     def _begin_watch(self) -> None:
         if self._watchdog is not None:
@@ -273,7 +277,7 @@ class EnqueuedSteps:
     ) -> tuple[StepShape, list[Draw], int]:
         model = self._model
         lengths = [row.num_tokens for row, _ in running]
-        long = self._long_tokens(sum(lengths))
+        long = self._long_tokens(step_id, sum(lengths))
         pending.long = long > 0
         pieces = cut_pieces(lengths, (long,) if long else PIECE_BUCKETS)
         per_block = (model.long_piece if long else model.piece(pieces[0].bucket)).tokens_per_block
@@ -456,7 +460,6 @@ class EnqueuedSteps:
         """The arena changed, behind the steps under way and before every later one. Block tables on the device follow
         on the steps' stream."""
         table = self._model.table
-        self._model.slots_changed(num_slots)
         with self._lock, self._model.on_stream():
             for state in self.requests.resized(num_blocks, block_moves):
                 slot = table.known_slot(state.request_id)

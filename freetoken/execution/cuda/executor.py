@@ -45,9 +45,9 @@ class CudaStepExecutor(EnqueuedSteps):
                 return any(step.long for step in self._pending)
         return super().must_finish_first(plan)
 
-    def _long_tokens(self, num_tokens: int) -> int:
+    def _long_tokens(self, step_id: int, num_tokens: int) -> int:
         """None while a background step has the buffers for that."""
-        return 0 if self._walking else super()._long_tokens(num_tokens)
+        return 0 if self._walking else super()._long_tokens(step_id, num_tokens)
 
     def begin(self, plan: StepPlan) -> Pending:
         """Start a background plan, see ``ResumableExecutor``. Where there is no room for one, it is enqueued whole."""
@@ -80,7 +80,7 @@ class CudaStepExecutor(EnqueuedSteps):
             filled = fill_pieces(inputs, plan.step_id, running, slots, pieces, batch.tokens_per_block, self._limits)
             inputs.upload(filled.shape)
             report.counts.zero_()
-            staged = model.staged_step(plan.step_id) if model.long_tokens(sum(lengths)) else None
+            staged = model.staged_step(plan.step_id) if model.stages_background(sum(lengths)) else None
             layers = batch.layers(
                 inputs.device_views(filled.shape),
                 0,

@@ -199,17 +199,18 @@ class CudaRuntime:
         return CudaCopier(driver, self._arena.device)
 
     def _prefill_costs(self) -> PrefillCosts | None:
-        spec, stager = self._launch.model, self._stager
-        if stager is None:
+        spec, stager, plane = self._launch.model, self._stager, self._plane
+        if stager is None or plane is None:
             return None
         return PrefillCosts(
             num_experts=spec.num_experts,
             top_k=spec.num_experts_per_tok,
-            record_bytes=stager.place_bytes,
-            resident=min(1.0, self._arena.num_slots / max(1, spec.num_experts * len(spec.moe_layers))),
+            record_bytes=np.array(plane.records.strides, np.float64),
             fetch_fraction=self._launch.config.experts.fetch_fraction,
             costs=self._launch.plan.costs or assumed_costs(self._launch.config.device),
-            unpinned=stager.unpinned_share,
+            unpinned=stager.unpinned,
+            capacity=stager.capacity,
+            overlaps=stager.num_halves > 1,
         )
 
     def _upload(self) -> DeviceModel:

@@ -167,9 +167,10 @@ class Stager:
             self._half = whole
 
     @property
-    def unpinned_share(self) -> float:
-        """Of all records."""
-        return float((self._sources.ranges < 0).mean()) if self._sources is not None else 0.0
+    def unpinned(self) -> NDArray[np.bool_]:
+        """[L, E]: records that kernels cannot read in host memory."""
+        assert self._sources is not None
+        return self._sources.ranges < 0
 
     @property
     def reaches_all(self) -> bool:
