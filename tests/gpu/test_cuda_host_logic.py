@@ -384,6 +384,8 @@ def test_only_long_prefill_waits_for_the_step_before() -> None:
         assert executor.must_finish_first(step) == before
         assert executor._long_tokens(step.step_id, tokens) == (128 if before else 0)
         model.long_tokens = lambda tokens: 128 if tokens > 3 else 0
+    model.long_tokens = lambda tokens: 0  # shared passes, but two of them
+    assert executor.must_finish_first(plan(129)) and not executor.must_finish_first(plan(128))
 
 
 # ------------------------------------------------------------------------------------------------ pipelining

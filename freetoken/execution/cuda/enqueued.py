@@ -29,7 +29,7 @@ from freetoken.execution.cuda.data_plane import read_counts
 from freetoken.execution.cuda.device_model import DeviceModel
 from freetoken.execution.cuda.host_memory import empty_pinned
 from freetoken.execution.cuda.inputs import StepInputs, StepShape
-from freetoken.execution.cuda.pieces import PIECE_BUCKETS, cut_pieces
+from freetoken.execution.cuda.pieces import PIECE_BUCKETS, PIECE_TOKENS, cut_pieces
 from freetoken.execution.cuda.report import Report, ReportBuffers
 from freetoken.execution.cuda.step_inputs import Draw, fill_decode, fill_pieces
 from freetoken.execution.cuda.watchdog import Watchdog
@@ -103,8 +103,8 @@ class EnqueuedSteps:
     # ------------------------------------------------------------------------------------------ enqueue
 
     def must_finish_first(self, plan: StepPlan) -> bool:
-        """Whether a step under way samples a request of ``plan`` on the host, or ``plan`` is long prefill: that is
-        enqueued at the device's pace, and the results of the step before must not wait so long."""
+        """Whether a step under way samples a request of ``plan`` on the host, or ``plan`` is prefill in a long piece or
+        in several: that is enqueued at the device's pace, and the results of the step before must not wait so long."""
         with self._lock:
             if self._pending and self._is_long(plan):
                 return True
@@ -115,7 +115,8 @@ class EnqueuedSteps:
         rows = plan.rows
         if all(row.num_tokens == 1 for row in rows) and self._model.decode_batch(len(rows)) is not None:
             return False  # whatever would be cheaper for as many tokens of prefill
-        return self._long_tokens(plan.step_id, sum(row.num_tokens for row in rows)) > 0
+        num_tokens = sum(row.num_tokens for row in rows)
+        return num_tokens > PIECE_TOKENS or self._long_tokens(plan.step_id, num_tokens) > 0
 
     def _long_tokens(self, step_id: int, num_tokens: int) -> int:
         """The size of the long piece for so many tokens of prefill; 0: short pieces. Chosen once for a step: residency
