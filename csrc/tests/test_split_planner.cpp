@@ -363,7 +363,8 @@ void test_free_slots_are_filled() {
 void test_a_long_look_over_a_busy_bus_is_no_handoff() {
   for (const bool busy : {false, true}) {
     SplitPlanner planner(usual_costs());
-    const LayerWork work = work_of({1, 1, 1, 1, 1, 1});
+    const std::vector<std::int32_t> routes(6, 1);
+    const LayerWork work = work_of(routes);
     const World world;
     for (int i = 0; i < 500; ++i) {
       SplitTiming timing = world.time(planner, shares_of(work, 4));

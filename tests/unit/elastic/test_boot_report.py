@@ -107,7 +107,7 @@ def test_the_length_of_steps_is_told_with_its_reason():
         return next(row.note for row in report(vram, **settings).rows if row.what == "workspace")
 
     assert told("24GiB", device="cuda") == "steps of up to 4096 tokens, the longest chosen"
-    assert told("8GiB", device="cuda") == "steps of up to 2560 tokens, what 1/8 of the memory left beside KV allows"
+    assert told("8GiB", device="cuda") == "steps of up to 1536 tokens, what 1/16 of the memory left beside KV allows"
     assert told("24GiB", device="cuda", kv={"num_tokens": 1024}) == "steps of up to 1024 tokens, as many as KV holds"
     explicit = {"max_num_batched_tokens": 1024}
     assert told("8GiB", device="cuda", scheduler=explicit) == (
